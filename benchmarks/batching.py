@@ -1,0 +1,106 @@
+"""Batching: what sixteen users get out of one card, and what each of them waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.estimates import Estimate, counted, unusable
+from benchmarks.ledger import Cell
+from benchmarks.memory import OutOfMemory, attempt, kv_cache_bytes, peak_extra_bytes, tensor_bytes
+from benchmarks.phases import EagerEngine, Prompt, decode, forced_choices, logit_error, reference, serve
+from benchmarks.rows import Phases, served_cells
+from benchmarks.runs import Run, ratio
+from benchmarks.timing import Clock
+from benchmarks.tokens import compare, share_explained
+from benchmarks.workloads import Workload
+
+
+def sixteen_over_one(one: Sequence[Run], sixteen: Sequence[Run]) -> dict[str, Estimate]:
+    """What paired runs of batch 1 and batch 16 show for the claims of this station."""
+    names = ("batch 16", "batch 1")
+    return {
+        "batching.throughput": ratio("output_tokens_per_s", sixteen, one, names),
+        "batching.latency": ratio("e2e_s", sixteen, one, names),
+        "batching.nobody_gets_sixteenth": ratio("e2e_s", sixteen, one, names),
+        "batching.tpot": ratio("tpot_s", sixteen, one, names),
+    }
+
+
+def ttft_grows(one: Sequence[Run], sixteen: Sequence[Run]) -> dict[str, Estimate]:
+    return {"batching.ttft_grows": ratio("ttft_s", sixteen, one, ("16 prompts", "1 prompt"))}
+
+
+def peak_bytes(engine: EagerEngine, workload: Workload) -> int | OutOfMemory | None:
+    """Peak bytes of serving a batch over what was resident; None where nothing counts bytes."""
+    prompt = Prompt.of(workload.prompts, engine.device)
+    return attempt(
+        lambda: peak_extra_bytes(
+            lambda: decode(engine, engine.prefill(prompt), workload.output_len), engine.device
+        ),
+        engine.device,
+    )
+
+
+def memory_growth(engine: EagerEngine, one: Workload, sixteen: Workload) -> Mapping[str, Estimate]:
+    """Bytes that 16 chats need over 1, beside the weights and beside the KV cache that they must hold."""
+    peaks = [peak_bytes(engine, workload) for workload in (one, sixteen)]
+    small, large = peaks
+    if not isinstance(small, int) or not isinstance(large, int):
+        reason = next((p.reason for p in peaks if isinstance(p, OutOfMemory)), "no memory counter on this device")
+        return {"growth over weights": unusable(reason), "growth over KV cache": unusable(reason)}
+    # After generating n tokens from a prompt of p the cache holds p + n - 1 positions: the last token was never read.
+    tokens = sixteen.batch_size * (sixteen.prompt_len + sixteen.output_len - 1)
+    kv_bytes = kv_cache_bytes(engine.model.config, tokens, engine.model.dtype.itemsize)
+    weight_bytes = tensor_bytes(engine.model)
+    raw = {"peak of 1": (float(small),), "peak of 16": (float(large),), "KV of 16": (float(kv_bytes),)}
+    return {
+        "growth over weights": counted((large - small) / weight_bytes, raw),
+        "growth over KV cache": counted(large / kv_bytes, raw),
+    }
+
+
+def same_tokens(engine: EagerEngine, workload: Workload) -> Estimate:
+    """Each row of an unequal, left-padded batch against the same row alone, at every position."""
+    alone = [reference(engine, prompt, workload.output_len) for prompt in workload.prompts]
+    error = max(logit_error(engine, prompt, told) for prompt, told in zip(workload.prompts, alone, strict=True))
+    state = engine.prefill(Prompt.of(workload.prompts, engine.device))
+    together = forced_choices(engine, state, alone)
+    return share_explained(
+        [compare(told.tokens, row, told.gap, error, forced=True) for told, row in zip(alone, together, strict=True)]
+    )
+
+
+def row(
+    engine: EagerEngine,
+    workload: Workload,
+    clock: Clock,
+    precision: str,
+    sampled: Callable[[Callable[[], Run]], list[Run]],
+) -> list[Cell]:
+    """One row of the batching table and its phases; a batch that doesn't fit is a row that says so.
+
+    `sampled` calls a measurement several times and gives back what it returned.
+    """
+    id = f"batching.{workload.batch_size}"
+
+    def measure() -> list[Cell]:
+        runs = sampled(lambda: serve(engine, workload, clock).run)
+        peak = peak_bytes(engine, workload) if engine.device == "cuda" else None
+        return served_cells(
+            id,
+            workload,
+            engine,
+            precision,
+            runs,
+            Phases.of(engine, workload),
+            bytes={"peak": peak + tensor_bytes(engine.model)} if isinstance(peak, int) else {},
+            unavailable={} if isinstance(peak, int) else {"peak": "the CPU has no counter of peak bytes"},
+        )
+
+    cells = attempt(measure, engine.device)
+    if isinstance(cells, OutOfMemory):
+        gone = {"wall_s": cells.reason, "device_s": cells.reason, "figures": cells.reason}
+        return [
+            Cell(id, "batching", "row", workload.record, engine.name, precision, unavailable=gone, note=cells.reason)
+        ]
+    return cells

@@ -1,0 +1,494 @@
+"""Every claim in one table, and judge(): what was observed against what is required gives a verdict.
+
+A claim is a belief made testable: frozen, with the reason for its number beside the number. `judge` is the only place
+where a verdict is made, so that every claim meets the same rules: an interval that straddles the limit is INCONCLUSIVE,
+a difference smaller than this machine's noise floor is never claimed, and what could not be measured is never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from benchmarks.estimates import Estimate
+
+
+class Word(StrEnum):
+    """The four ends that a claim can come to."""
+
+    HOLDS = "HOLDS"
+    REFUTED = "REFUTED"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    NOT_JUDGED = "NOT JUDGED"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One condition on one observed figure. `above` and `below` exclude the limit, `at_least` and `at_most` include it."""
+
+    what: str
+    reason: str
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    unit: str = "x"
+
+    def __post_init__(self) -> None:
+        if all(limit is None for limit in (self.at_least, self.at_most, self.above, self.below)):
+            raise ValueError(f"the bound on {self.what} has no limit")
+
+    def meets(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def _violates(self, low: float, high: float) -> bool:
+        """No value of [low, high] meets the bound."""
+        return (
+            (self.at_least is not None and high < self.at_least)
+            or (self.at_most is not None and low > self.at_most)
+            or (self.above is not None and high <= self.above)
+            or (self.below is not None and low >= self.below)
+        )
+
+    def verdict(self, observed: Estimate) -> Word:
+        if observed.problem is not None or observed.low is None or observed.high is None:
+            return Word.INCONCLUSIVE
+        if self.meets(observed.low) and self.meets(observed.high):
+            return Word.HOLDS
+        return Word.REFUTED if self._violates(observed.low, observed.high) else Word.INCONCLUSIVE
+
+    @property
+    def required(self) -> str:
+        """The condition as a reader writes it: '>= 10x', '0.95x to 1.05x', '= 1'."""
+        low = self.at_least if self.at_least is not None else self.above
+        high = self.at_most if self.at_most is not None else self.below
+        show = lambda limit: format_figure(limit, self.unit)  # noqa: E731 - one word for four uses
+        if low is not None and low == high:
+            return f"= {show(low)}"
+        if low is not None and high is not None:
+            return f"{'> ' if self.above is not None else ''}{show(low)} to {show(high)}"
+        if low is not None:
+            return f"{'>=' if self.at_least is not None else '>'} {show(low)}"
+        assert high is not None
+        return f"{'<=' if self.at_most is not None else '<'} {show(high)}"
+
+
+def format_figure(value: float | None, unit: str) -> str:
+    """A figure for a person: three digits and its unit; shares in per cent."""
+    if value is None:
+        return "none"
+    if unit == "%":
+        return f"{100 * value:.3g}%"
+    digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{digits}{unit}" if unit in ("x", "") else f"{digits} {unit}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One belief, made testable.
+
+    `bounds` must all hold; `needs` are conditions of judging it at all (see Setting.lacks); `noise` names the metric
+    whose noise floor widens the interval, None for counted figures. `timing` says that the verdict rests on a clock.
+    `t4` is the article's figure, None where it gives none.
+    """
+
+    id: str
+    statement: str
+    bounds: tuple[Bound, ...]
+    needs: frozenset[str] = frozenset()
+    noise: str | None = None
+    t4: str | None = None
+
+    @property
+    def station(self) -> str:
+        return self.id.split(".")[0]
+
+    @property
+    def timing(self) -> bool:
+        return self.noise is not None
+
+    @property
+    def required(self) -> str:
+        return " and ".join(f"{b.what} {b.required}" if len(self.bounds) > 1 else b.required for b in self.bounds)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One bound's share of a verdict."""
+
+    what: str
+    required: str
+    unit: str
+    verdict: Word
+    observed: Estimate
+
+    @property
+    def text(self) -> str:
+        """Observed with its interval: '0.93x [0.91, 0.95]'."""
+        if self.observed.value is None:
+            return self.observed.problem or "nothing"
+        shown = format_figure(self.observed.value, self.unit)
+        if self.observed.counted or self.observed.low is None or self.observed.high is None:
+            return shown
+        scale, sign = (100, "%") if self.unit == "%" else (1, "")
+        return f"{shown} [{scale * self.observed.low:.3g}{sign}, {scale * self.observed.high:.3g}{sign}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim on this machine, with everything that a sceptic needs."""
+
+    claim: Claim
+    word: Word
+    parts: tuple[Part, ...] = ()
+    reason: str = ""
+    setting: str = ""
+
+    @property
+    def deciding(self) -> Part | None:
+        """The part that a one-line account shows: the one that decided against, else the first."""
+        against = [p for p in self.parts if p.verdict is self.word]
+        return (against or list(self.parts) or [None])[0]  # type: ignore[list-item] - None only when there are no parts
+
+    @property
+    def line(self) -> str:
+        """All in one line: claim, required, observed with its interval, raw values, n, card, rig and engine."""
+        if self.word is Word.NOT_JUDGED:
+            return f"{self.word} {self.claim.id}: {self.reason}"
+        said = [f"{self.word} {self.claim.id}: {self.claim.statement}"]
+        for part in self.parts:
+            name = f"{part.what} " if len(self.parts) > 1 else ""
+            said.append(f"{name}observed {part.text}, required {part.required}{_raw(part.observed)}")
+        if self.claim.t4:
+            said.append(f"T4 {self.claim.t4}")
+        if self.reason:
+            said.append(self.reason)
+        if self.setting:
+            said.append(f"on {self.setting}")
+        return "; ".join(said)
+
+
+def _raw(observed: Estimate) -> str:
+    """The middle of each side's samples and their number, for the reader who recomputes the ratio."""
+    if not observed.raw:
+        return ""
+    middles = ", ".join(
+        f"{name} {sorted(values)[len(values) // 2]:.4g}" for name, values in observed.raw.items() if values
+    )
+    return f" ({middles}; n={observed.n})"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a claim is judged: what is lacking here (by need, with the reason), the noise floors, and a description.
+
+    `lacks` maps a need ("cuda", "trained", ...) to why it isn't met; `floors` a metric to its relative noise floor.
+    """
+
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
+    description: str = ""
+
+    def why_not(self, claim: Claim) -> str | None:
+        """The first reason for which this claim can't be judged here, None when it can."""
+        return next((reason for need, reason in self.lacks.items() if need in claim.needs), None)
+
+
+def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Setting = Setting()) -> Verdict:
+    """The verdict on a claim: the worst of its bounds (REFUTED over INCONCLUSIVE over HOLDS).
+
+    `observed` maps each bound's name to its estimate; a lone estimate stands for the only bound. Raises KeyError when a
+    bound has no estimate or an estimate no bound: a figure that nobody judges would be a check that can't fail.
+    """
+    if reason := setting.why_not(claim):
+        return not_judged(claim, reason, setting)
+    if isinstance(observed, Estimate):
+        observed = {claim.bounds[0].what: observed}
+    if set(observed) != {b.what for b in claim.bounds}:
+        raise KeyError(f"{claim.id} is judged by {[b.what for b in claim.bounds]}, observed were {list(observed)}")
+    floor = setting.floors.get(claim.noise, 0.0) if claim.noise else 0.0
+    parts = tuple(
+        Part(b.what, b.required, b.unit, b.verdict(observed[b.what].widened(floor)), observed[b.what])
+        for b in claim.bounds
+    )
+    words = {part.verdict for part in parts}
+    word = next(w for w in (Word.REFUTED, Word.INCONCLUSIVE, Word.HOLDS) if w in words)
+    notes = dict.fromkeys(p.observed.note for p in parts if p.observed.note)
+    problems = dict.fromkeys(p.observed.problem for p in parts if p.observed.problem)
+    reason = "; ".join([*problems, *notes])
+    if word is Word.INCONCLUSIVE and not problems:
+        straddles = f"the interval, widened by this machine's noise floor of {floor:.2%}," if floor else "the interval"
+        reason = "; ".join(filter(None, (f"{straddles} straddles the limit", reason)))
+    return Verdict(claim, word, parts, reason, setting.description)
+
+
+def not_judged(claim: Claim, reason: str, setting: Setting = Setting()) -> Verdict:
+    return Verdict(claim, Word.NOT_JUDGED, (), reason, setting.description)
+
+
+_GPU = frozenset({"cuda"})
+_EQUAL = "equal tokens are equal: exactly in float32, up to proven near ties in half precision"
+
+
+def _same_tokens(what: str = "rows explained") -> Bound:
+    return Bound(what, _EQUAL, at_least=1.0, unit="%")
+
+
+_TABLE = (
+    Claim(
+        "batching.throughput",
+        "batch 16 gives many times the tokens per second of batch 1",
+        (Bound("throughput", "16 rows share one read of the weights; the T4 lost a tenth of the ideal 16x", at_least=10),),
+        _GPU,
+        "decode_wall",
+        "14.7x",
+    ),
+    Claim(
+        "batching.latency",
+        "each user's latency barely moves at batch 16",
+        (Bound("e2e", "a quarter more wait is where a user would notice; the T4 added 9 %", at_most=1.25),),
+        _GPU,
+        "decode_wall",
+        "1.09x",
+    ),
+    Claim(
+        "batching.nobody_gets_sixteenth",
+        "nobody gets faster by being batched either",
+        (Bound("e2e", "every user still waits for all decode steps; 5 % is room for scheduling luck", at_least=0.95),),
+        frozenset(),
+        "decode_wall",
+        "1.09x",
+    ),
+    Claim(
+        "batching.tpot",
+        "time per output token barely grows at batch 16",
+        (Bound("tpot", "the step reads the same weights; the T4 added 5 %", at_most=1.25),),
+        _GPU,
+        "decode_wall",
+        "1.05x",
+    ),
+    Claim(
+        "batching.ttft_grows",
+        "prefilling 16 prompts of 512 tokens takes longer than one",
+        (Bound("ttft", "8,192 tokens of compute instead of 512; even a card that is 8 times underfed doubles", at_least=2),),
+        frozenset(),
+        "prefill_wall",
+        "2.4x at 37 tokens",
+    ),
+    Claim(
+        "batching.memory",
+        "16 chats cost little memory beside the weights, and it is KV cache and activations",
+        (
+            Bound("growth over weights", "the T4 grew 6 %; 15 % leaves room for another allocator", at_most=0.15, unit="%"),
+            Bound("growth over KV cache", "less than the KV cache's own bytes means the counter is wrong", at_least=1),
+        ),
+        _GPU,
+        None,
+        "6%",
+    ),
+    Claim(
+        "batching.same_tokens",
+        "a row's tokens don't depend on its batch mates",
+        (_same_tokens(),),
+    ),
+    Claim(
+        "prefix.prefill_1484",
+        "a cached 1,484-token prefix makes prefill several times faster",
+        (Bound("full over cached", "the article's 'several': under half its smaller figure", at_least=3),),
+        frozenset(),
+        "prefill_wall",
+        "6.9x, 11.3x",
+    ),
+    Claim(
+        "prefix.prefill_device_bound",
+        "once the prefix keeps the card busy, caching it makes prefill faster",
+        (Bound("full over cached", "half the wait gone is a fix worth shipping", at_least=2),),
+        _GPU,
+        "prefill_wall",
+    ),
+    Claim(
+        "prefix.decode_unchanged",
+        "decode takes the same time after a cached and a full prefill",
+        (Bound("cached over full", "an equivalence: both ends of the interval within 5 %", at_least=0.95, at_most=1.05),),
+        frozenset(),
+        "decode_wall",
+        "1.82 / 1.82 s",
+    ),
+    Claim(
+        "prefix.not_free",
+        "the cached request still costs most of the uncached one",
+        (Bound("cached over full e2e", "most is half or more; decode is what is left", at_least=0.5, unit="%"),),
+        _GPU,
+        "decode_wall",
+        "82%",
+    ),
+    Claim(
+        "prefix.same_answer",
+        "a cached and a full prefill give the same tokens",
+        (_same_tokens("answers explained"),),
+    ),
+    Claim(
+        "prefix.one_word",
+        "one changed word early in the system prompt ends the match there",
+        (Bound("reusable share", "the word is in the first sentence of 40 policies", below=0.05, unit="%"),),
+        t4="15 of 1,484",
+    ),
+    Claim(
+        "prefix.timestamp_first",
+        "a timestamp at the top breaks reuse for every request; at the end it doesn't",
+        (
+            Bound("reusable, timestamp first", "only the words before the first differing digit match", below=0.05, unit="%"),
+            Bound("reusable, timestamp last", "all of the shared prefix but the tokens merged with the stamp", at_least=0.95, unit="%"),
+        ),
+    ),
+    Claim(
+        "prefix.built_once",
+        "building the prefix cache costs about one full prefill",
+        (Bound("build over full", "the same tokens less a short suffix; 25 % for what hosts do", at_least=0.8, at_most=1.25),),
+        frozenset(),
+        "prefill_wall",
+        "0.47 / 0.47 s",
+    ),
+    Claim(
+        "quant.int8_memory",
+        "int8 is not exactly half",
+        (Bound("int8 over fp16", "embeddings, norms and scales stay 16-bit or wider", above=0.50, at_most=0.65),),
+        frozenset({"cuda", "article_sizes"}),
+        None,
+        "0.59",
+    ),
+    Claim(
+        "quant.nf4_memory",
+        "nf4 is not exactly a quarter",
+        (Bound("nf4 over fp16", "what stays 16-bit weighs more the fewer bits the rest has", above=0.25, at_most=0.45),),
+        frozenset({"cuda", "article_sizes"}),
+        None,
+        "0.41",
+    ),
+    Claim(
+        "quant.bytes_explained",
+        "measured bytes are low-bit linears, their constants, and what stays as it was",
+        (
+            Bound("int8 measured over expected", "allocator rounding only", at_least=0.97, at_most=1.03),
+            Bound("nf4 measured over expected", "allocator rounding only", at_least=0.97, at_most=1.03),
+        ),
+    ),
+    Claim(
+        "quant.not_always_faster",
+        "bitsandbytes int8 is not faster than fp16 at batch 1",
+        (Bound("int8 over fp16 tpot", "not faster is at least as long", at_least=1.0),),
+        _GPU,
+        "decode_wall",
+    ),
+    Claim(
+        "quant.quality_not_binary",
+        "nf4 loses some quality, not all of it",
+        (
+            Bound("KL to fp16", "an unquantized model would have none", above=0.0, unit="nats"),
+            Bound("NLL over fp16", "a tenth more surprise on the eval set is 'some'", at_most=1.10),
+        ),
+        frozenset({"trained"}),
+    ),
+    Claim(
+        "quant.more_chats",
+        "the memory that nf4 frees holds more chats",
+        (Bound("chats over computed", "chats of 2,048 tokens that really allocate; whole chats round", at_least=0.97, at_most=1.03),),
+        _GPU,
+    ),
+    Claim(
+        "attention.exact",
+        "SDPA is exact attention, not an approximation",
+        (Bound("SDPA error over reference error", "twice what naive attention in the same precision is off float64", at_most=2),),
+    ),
+    Claim(
+        "attention.flops",
+        "attention's math grows 4x when the length doubles, whichever kernel runs",
+        (
+            Bound("growth per doubling", "4*B*H*L*L*D without causal halving", at_least=3.9, at_most=4.1),
+            Bound("SDPA over naive", "the same math", at_least=1.0, at_most=1.0),
+        ),
+        t4="0.81, 51.5 GFLOP",
+    ),
+    Claim(
+        "attention.naive_memory",
+        "naive attention's extra memory grows 4x per doubling",
+        (Bound("growth per doubling", "the score matrix is L x L; small terms at 512", at_least=3.5, at_most=4.5),),
+        _GPU,
+        None,
+        "12.8 to 774 MiB",
+    ),
+    Claim(
+        "attention.sdpa_memory",
+        "SDPA's extra memory grows about linearly and is far less",
+        (
+            Bound("growth per doubling", "the output is linear; a quadratic part would show as 4x", at_most=2.5),
+            Bound("naive over SDPA at 4,096", "the T4 saved 129 times", at_least=50),
+        ),
+        _GPU,
+        None,
+        "0.8 to 6.0 MiB",
+    ),
+    Claim(
+        "attention.time_quadratic",
+        "SDPA's own time still grows towards 4x when the length doubles",
+        (Bound("8,192 over 4,096", "device time; 3x shows the square through the part that isn't", at_least=3),),
+        _GPU,
+        "attention_device",
+    ),
+    Claim(
+        "attention.kernel",
+        "the attention kernel is known from the run, and allowed is not used",
+        (
+            Bound("cells with a named kernel", "every traced cell says what ran", at_least=1.0, unit="%"),
+            Bound("kernels the card can't have", "flash needs capability 8.0", at_most=0, unit=""),
+        ),
+        t4="allowed is not used",
+    ),
+    Claim(
+        "speculation.same_tokens",
+        "speculation gives the target's own greedy output",
+        (
+            _same_tokens("outputs explained"),
+            Bound("acceptance", "none accepted or all accepted proves nothing", above=0.0, below=1.0, unit="%"),
+        ),
+        t4="equal",
+    ),
+    Claim(
+        "speculation.not_free_speed",
+        "a 0.5B draft for a 1.5B target does not give the guessed 2x",
+        (Bound("alone over with draft", "well short of 2x", below=1.5),),
+        frozenset({"cuda", "trained"}),
+        "decode_wall",
+        "0.71x",
+    ),
+    Claim(
+        "speculation.cost_model",
+        "speed follows acceptance and draft cost (arXiv:2211.17192)",
+        (Bound("measured over predicted", "a quarter either way for what the formula leaves out", at_least=0.8, at_most=1.25),),
+        _GPU,
+        "decode_wall",
+    ),
+    Claim(
+        "speculation.verify_cheap",
+        "checking 5 tokens costs about one decode step at batch 1",
+        (Bound("5 tokens over 1", "the step waits for weights, not for math", at_most=1.3),),
+        _GPU,
+        "decode_wall",
+    ),
+    Claim(
+        "speculation.predictable",
+        "a predictable text is accepted more often than open text",
+        (Bound("counting less open acceptance", "more is more", above=0.0, unit="%"),),
+        frozenset({"trained"}),
+    ),
+)
+
+CLAIMS: Mapping[str, Claim] = MappingProxyType({claim.id: claim for claim in _TABLE})
+"""Every claim by id, in the order of the stations."""

