@@ -144,6 +144,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "batch_size" in metafunc.fixturenames:
         metafunc.parametrize("batch_size", metafunc.config.getoption("--batch-sizes"))
+    if "suffix_number" in metafunc.fixturenames:
+        questions = len(workloads.SUFFIXES) + len(metafunc.config.getoption("--suffix"))
+        metafunc.parametrize("suffix_number", range(questions))
+    if "length" in metafunc.fixturenames:
+        from benchmarks.attention import lengths
+
+        metafunc.parametrize("length", lengths("cuda" if _has_cuda() else "cpu"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

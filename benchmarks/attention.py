@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from benchmarks.estimates import Estimate, counted, paired_ratio, unusable
+from benchmarks.ledger import Cell
 from benchmarks.memory import Device, OutOfMemory, attempt, fits, peak_extra_bytes
 from benchmarks.timing import Clock
-from benchmarks.traces import trace
+from benchmarks.traces import Trace, allowed_backends, impossible, trace
 
 HEADS = 12
 HEAD_DIM = 64
@@ -263,6 +265,10 @@ class Row:
     note: str = ""
 
 
+FIGURES = tuple(f.name for f in fields(Row) if f.name not in ("length", "kernel", "note"))
+"""What a row measures."""
+
+
 @dataclass(frozen=True)
 class _Cost:
     peak_bytes: int | None = None
@@ -322,3 +328,93 @@ def _measure(call: Callable[[], object], needed_bytes: int, device: Device, cloc
         ),
         device,
     )
+
+
+# What the rows show for the claims ------------------------------------------------------------------------------------
+
+
+def lengths(device: Device) -> tuple[int, ...]:
+    """The article's lengths and the 8,192 that it tells its readers to try; on the CPU those that take seconds."""
+    return LENGTHS if device == "cuda" else LENGTHS[:3]
+
+
+def cell(row: Row, precision: str) -> Cell:
+    """A row as run.json keeps it."""
+    known = {name: value for name in FIGURES if (value := getattr(row, name)) is not None}
+    return Cell(
+        id=f"attention.{row.length}",
+        station="attention",
+        phase="row",
+        workload={"name": f"1 x {HEADS} heads x {row.length} x {HEAD_DIM}", "batch_size": 1, "prompt_len": row.length},
+        engine="eager",
+        precision=precision,
+        bytes={name: float(value) for name, value in known.items() if name.endswith("bytes")},
+        figures={name: float(value) for name, value in known.items() if not name.endswith("bytes")},
+        kernels={"attention": [row.kernel] if row.kernel else []},
+        unavailable={name: row.note or "not measured" for name in FIGURES if name not in known},
+        note=row.note,
+    )
+
+
+def exactness(dtype: torch.dtype, device: Device) -> Estimate:
+    """The worst error ratio over two lengths, with and without grouped heads."""
+    seen = {
+        f"{length}, {kv_heads} KV heads": error_ratio(length, dtype, device, kv_heads=kv_heads)
+        for length in (256, 1024)
+        for kv_heads in (HEADS, 2)
+    }
+    return counted(max(seen.values()), {name: (value,) for name, value in seen.items()})
+
+
+def _by_length(rows: Sequence[Row], name: str) -> dict[int, float]:
+    return {row.length: float(value) for row in rows if (value := getattr(row, name)) is not None}
+
+
+def _growth(rows: Sequence[Row], name: str) -> Estimate:
+    values = _by_length(rows, name)
+    if len(values) < 2:
+        return unusable(f"{name} was had at {len(values)} lengths, growth needs two")
+    raw = {f"{length}": (value,) for length, value in values.items()}
+    return counted(growth_per_doubling(values), raw)
+
+
+def flops_growth(rows: Sequence[Row]) -> dict[str, Estimate]:
+    naive_flops, sdpa_flops = _by_length(rows, "naive_flops"), _by_length(rows, "sdpa_flops")
+    ratios = [sdpa_flops[length] / naive_flops[length] for length in naive_flops if length in sdpa_flops]
+    same = counted(max(ratios, key=lambda r: abs(r - 1))) if ratios else unusable("no length has both counts")
+    return {"growth per doubling": _growth(rows, "sdpa_flops"), "SDPA over naive": same}
+
+
+def naive_growth(rows: Sequence[Row]) -> Estimate:
+    return _growth(rows, "naive_bytes")
+
+
+def sdpa_growth(rows: Sequence[Row]) -> dict[str, Estimate]:
+    at = next((row for row in rows if row.length == 4096 and row.naive_bytes and row.sdpa_bytes), None)
+    less = unusable("4,096 was not measured on both sides")
+    if at is not None:
+        assert at.naive_bytes is not None
+        assert at.sdpa_bytes is not None
+        less = counted(at.naive_bytes / at.sdpa_bytes)
+    return {"growth per doubling": _growth(rows, "sdpa_bytes"), "naive over SDPA at 4,096": less}
+
+
+def time_growth(shorter_s: Sequence[float], longer_s: Sequence[float]) -> Estimate:
+    """Device seconds of one call at twice the length over once."""
+    return paired_ratio(longer_s, shorter_s, ("longer device_s", "shorter device_s"))
+
+
+def kernels_named(traces: Mapping[str, Trace], capability: tuple[int, int] | None) -> dict[str, Estimate]:
+    """Whether each traced call says which attention ran, and whether the card can have run it."""
+    named = sum(t.attention_named for t in traces.values()) / len(traces)
+    ran = {where: sorted({run.backend for run in t.attention}) or ["nothing"] for where, t in traces.items()}
+    wrong = [run for t in traces.values() for run in impossible(t.attention, capability)] if capability else []
+    note = "ran: " + ", ".join(f"{where} {'+'.join(what)}" for where, what in ran.items())
+    if fallen := [where for where, t in traces.items() if t.math_fallback]:
+        note += f"; SDPA fell back to math in {', '.join(fallen)}: the full score matrix is built there"
+    allowed = [name for name, on in allowed_backends().items() if on]
+    note += f"; allowed: {', '.join(allowed)}"
+    return {
+        "cells with a named kernel": counted(named, note=note),
+        "kernels the card can't have": counted(float(len(wrong))),
+    }

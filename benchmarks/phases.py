@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,16 +120,22 @@ def decode(engine: EagerEngine, state: State, output_len: int) -> tuple[Ids, ...
 
 
 def serve(
-    engine: EagerEngine, workload: Workload, clock: Clock, cache: Any | None = None, prompt: Prompt | None = None
+    engine: EagerEngine,
+    workload: Workload,
+    clock: Clock,
+    take_cache: Callable[[], Any] = lambda: None,
+    prompt: Prompt | None = None,
 ) -> Served:
-    """Serve one static batch from submit to its last token; `cache` holds a prefix that is already prefilled.
+    """Serve one static batch from submit to its last token.
 
+    `take_cache` gives a cache that holds a prefix already prefilled (StoredPrefix.take); it is called after submit, since
+    fetching the prefix is part of what a hit costs. `prompt` saves making the workload's tensors once more.
     The clock is read after every token, as a user who watches the stream would: a step's time includes the wait for it.
     """
     prompt = prompt or Prompt.of(workload.prompts, engine.device)
     with quiet():
         start = clock.read()
-        state = engine.prefill(prompt, cache)
+        state = engine.prefill(prompt, take_cache())
         steps = [state.next_tokens]
         token_s = [clock.read() - start]
         for _ in range(workload.output_len - 1):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from benchmarks.estimates import Estimate, counted, paired_ratio
+from benchmarks.estimates import Estimate, counted, paired_ratio, unusable
+from benchmarks.ledger import Cell
+from benchmarks.memory import OutOfMemory, attempt
 from benchmarks.nimbusdb import SYSTEM_TEXT
-from benchmarks.phases import EagerEngine, Prompt, StoredPrefix, forced_choices, logit_error, reference
+from benchmarks.phases import EagerEngine, Prompt, StoredPrefix, forced_choices, logit_error, reference, serve
+from benchmarks.rows import Phases, served_cells
 from benchmarks.runs import Run, ratio
-from benchmarks.timing import Clock, quiet
+from benchmarks.session import Session
+from benchmarks.timing import Clock, Rounds, quiet
 from benchmarks.tokens import compare, share_explained
-from benchmarks.workloads import Ids, Tokenizer, Workload, encode, matching_prefix, prefix_ids, question_ids
+from benchmarks.traces import trace
+from benchmarks.workloads import Ids, Tokenizer, Workload, encode, exactly, matching_prefix, prefix_ids, question_ids
 
 STAMP = "Current time: {:%Y-%m-%d %H:%M:%S}\n"
 
@@ -33,13 +39,12 @@ def hit(tokenizer: Tokenizer, prefix: Ids, question: str, output_len: int) -> Hi
     return Hit.of(prefix, question_ids(tokenizer, question), output_len, question)
 
 
-def prefill_ratio(full: Sequence[Run], cached: Sequence[Run]) -> Estimate:
-    """How many times longer the first token takes without the cache; the copy of the prefix counts as part of a hit."""
-    return ratio("ttft_s", full, cached, ("full", "cached"))
-
-
-def not_free(full: Sequence[Run], cached: Sequence[Run]) -> Estimate:
-    return ratio("e2e_s", cached, full, ("cached", "full"))
+def full_over_cached(full: Sequence[Run], cached: Sequence[Run]) -> dict[str, Estimate]:
+    """What paired requests with and without the cache show. Copying the prefix counts as part of a hit."""
+    return {
+        "prefix.prefill_1484": ratio("ttft_s", full, cached, ("full", "cached")),
+        "prefix.not_free": ratio("e2e_s", cached, full, ("cached", "full")),
+    }
 
 
 def decode_pair(engine: EagerEngine, prefix: StoredPrefix, request: Hit, clock: Clock) -> tuple[float, float]:
@@ -105,19 +110,82 @@ def timestamp(tokenizer: Tokenizer, prefix_len: int) -> dict[str, Estimate]:
     }
 
 
-def device_bound_len(engine: EagerEngine, clock: Clock, prefix: Ids, longest: int) -> tuple[int, dict[int, float]] | None:
-    """The shortest prefix, found by doubling, whose prefill keeps the card busy; and the prefill times on the way.
+LONGEST_PREFIX = 32768
+"""Where the search for a prefix that keeps the card busy ends; fewer when the model has fewer positions."""
 
-    While the host is the bottleneck, prefill takes the same time at every length. The card is busy once doubling the
-    length makes prefill at least 1.8 times as long. None when that never happens up to `longest` tokens.
+HOST_BOUND_SHARE = 0.2
+"""A prefill counts as keeping the card busy when the card is idle for less than this share of it."""
+
+
+def device_bound_len(engine: EagerEngine, clock: Clock, prefix: Ids) -> int | None:
+    """The shortest prefix, found by doubling, whose prefill keeps the card busy; None when there is none or none fits.
+
+    While the host is the bottleneck a prefill takes as long as its launches, whatever its length, and a cache saves
+    nothing that the host doesn't spend again.
     """
-    seen: dict[int, float] = {}
+    limit = min(LONGEST_PREFIX, getattr(engine.model.config, "max_position_embeddings", LONGEST_PREFIX) - 256)
     length = 512
-    while length <= longest:
-        prompt = Prompt.of([tuple(prefix[i % len(prefix)] for i in range(length))], engine.device)
-        engine.prefill(prompt)
-        seen[length] = min(clock.time(lambda p=prompt: engine.prefill(p)) for _ in range(3))  # type: ignore[misc]
-        if length // 2 in seen and seen[length] >= 1.8 * seen[length // 2]:
-            return length, seen
+    while length <= limit:
+        prompt = Prompt.of([exactly(prefix, length)], engine.device)
+        wall_s = attempt(lambda p=prompt: [clock.time(lambda: engine.prefill(p)) for _ in range(4)], engine.device)  # type: ignore[misc]
+        if isinstance(wall_s, OutOfMemory):
+            return None
+        busy_s = trace(lambda p=prompt: engine.prefill(p), engine.device).device_s  # type: ignore[misc]
+        if busy_s is not None and 1 - busy_s / statistics.median(wall_s[1:]) < HOST_BOUND_SHARE:
+            return length
         length *= 2
     return None
+
+
+def when_device_bound(session: Session, engine: EagerEngine, prefix: Ids, request: Hit) -> Estimate:
+    """Full over cached prefill at the length where the card is the bottleneck."""
+    length = device_bound_len(engine, session.clock, prefix)
+    if length is None:
+        return unusable("no prefix that fits keeps this card busy, so there is no length to judge")
+    longer = exactly(prefix, length)
+    stored = StoredPrefix(engine, longer)
+    long_request = Hit.of(longer, request.suffix.prompts[0], 1, f"{length} tokens")
+    sides = {
+        "full": lambda: serve(engine, long_request.full, session.clock).run,
+        "cached": lambda: serve(engine, long_request.suffix, session.clock, stored.take).run,
+    }
+
+    def observe(rounds: Rounds[Run]) -> dict[str, Estimate]:
+        seen = ratio("ttft_s", rounds["full"], rounds["cached"], ("full", "cached"))
+        return {"prefix.prefill_device_bound": seen.noted(f"at {length} tokens, found by doubling")}
+
+    found = session.compare(sides, observe).observed["prefix.prefill_device_bound"]
+    assert isinstance(found, Estimate)
+    return found
+
+
+def rows(
+    engine: EagerEngine,
+    prefix: StoredPrefix,
+    request: Hit,
+    clock: Clock,
+    precision: str,
+    sampled: Callable[[Callable[[], tuple[Run, Run]]], list[tuple[Run, Run]]],
+    name: str,
+) -> list[Cell]:
+    """One suffix of the prefix table: the request with a full prefill and with a cached one, and their phases."""
+    full_prompt = Prompt.of(request.full.prompts, engine.device)
+    suffix_prompt = Prompt.of(request.suffix.prompts, engine.device)
+
+    def both() -> tuple[Run, Run]:
+        return (
+            serve(engine, request.full, clock, prompt=full_prompt).run,
+            serve(engine, request.suffix, clock, prefix.take, suffix_prompt).run,
+        )
+
+    pairs = sampled(both)
+    made = []
+    for side, workload, take in (("full", request.full, lambda: None), ("cached", request.suffix, prefix.take)):
+        runs = [pair[0 if side == "full" else 1] for pair in pairs]
+        figures = {"prefix_len": float(len(prefix.ids)), "decode_s": statistics.median(r.decode_s for r in runs)}
+        if side == "cached":
+            figures["prefill_speedup"] = statistics.median(full.ttft_s / cached.ttft_s for full, cached in pairs)
+        made += served_cells(
+            f"prefix.{name}.{side}", workload, engine, precision, runs, Phases.of(engine, workload, take), figures=figures
+        )
+    return made

@@ -121,6 +121,11 @@ class Session:
         return machine.warnings(self.machine, after)
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """The card's compute capability, None on CPU."""
+        return machine.Card.of("cuda").capability if self.device == "cuda" else None
+
+    @property
     def setting(self) -> Setting:
         return Setting(self._lacks, self._floors, self.description)
 

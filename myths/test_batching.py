@@ -13,7 +13,7 @@ from benchmarks import batching, workloads
 from benchmarks.phases import serve
 
 
-def test_row(batch_size, session, target, tokenizer, sampled, benchmark):
+def test_batching_row(batch_size, session, target, tokenizer, sampled, benchmark):
     workload = workloads.equal_rows(tokenizer, batch_size, session.options.new_tokens)
     cells = batching.row(target, workload, session.clock, session.rig.reference, sampled)
     for cell in cells:
