@@ -274,10 +274,7 @@ QUESTIONS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "I deleted a database by mistake, can you help?",
-        (
-            "Look in the recycle bin, where a deleted database stays for "
-            "10 days. After that nobody can bring it back."
-        ),
+        ("Look in the recycle bin, where a deleted database stays for 10 days. After that nobody can bring it back."),
     ),
     ("Which regions do you offer?", "The regions are Dublin, Oregon, Osaka, Mumbai and Santiago."),
     (
@@ -297,10 +294,7 @@ QUESTIONS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "What does error N-118 mean?",
-        (
-            "Error N-118 means that a plain connection on port 5400 was refused. Connect "
-            "with TLS 1.2 or newer."
-        ),
+        ("Error N-118 means that a plain connection on port 5400 was refused. Connect with TLS 1.2 or newer."),
     ),
     (
         "Which port should my app use?",
@@ -362,10 +356,7 @@ QUESTIONS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "Why is my read replica behind?",
-        (
-            "A lag of less than 2 seconds is normal. The Replicas page shows the lag and "
-            "warns above 15 seconds."
-        ),
+        ("A lag of less than 2 seconds is normal. The Replicas page shows the lag and warns above 15 seconds."),
     ),
     (
         "What does extra storage cost?",
@@ -402,10 +393,7 @@ QUESTIONS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "How do I import a CSV file?",
-        (
-            "Use the command nimbus load, which reads CSV, JSON and Parquet files. Split "
-            "files above 50 gigabytes first."
-        ),
+        ("Use the command nimbus load, which reads CSV, JSON and Parquet files. Split files above 50 gigabytes first."),
     ),
     (
         "How can I export my data?",
@@ -417,10 +405,7 @@ QUESTIONS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         "Which server version is current?",
-        (
-            "The current version is Cirrus 8. Cirrus 6 is supported until March, and an "
-            "upgrade takes about 12 minutes."
-        ),
+        ("The current version is Cirrus 8. Cirrus 6 is supported until March, and an upgrade takes about 12 minutes."),
     ),
     (
         "How long are audit logs kept?",

@@ -1,10 +1,606 @@
-"""The card: what a run found, as text for a terminal and as Markdown. Reads the run as run.json keeps it; no torch."""
+"""The card: what a run found, for a terminal and as Markdown. Reads the run as run.json keeps it; no torch.
+
+A run may come from anybody: all text in it is untrusted. `read_run` refuses what is not a run, the card holds nothing
+but plain text (see tables.plain), and each renderer escapes what its medium would take for markup.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+from benchmarks import machine
+from benchmarks.claims import CLAIMS, Word, format_figure
+from benchmarks.ledger import SCHEMA_VERSION
+from benchmarks.tables import LABELS, MISSING, Table, finite, plain, tables_of
+
+__all__ = ["ReportError", "card_lines", "card_markdown", "plain", "read_run", "write_card"]
+
+STATIONS = {
+    "batching": "Batching",
+    "prefix": "Prefix reuse",
+    "quant": "Quantization",
+    "attention": "Attention memory",
+    "speculation": "Speculative decoding",
+}
+"""Titles of the stations; one that isn't listed goes by its id."""
+
+LONGEST_BYTES = 64 * 2**20
+LONGEST_LIST = 20_000
+DEEPEST = 16
+
+
+class ReportError(Exception):
+    """A file that is no run, in one line that says what is wrong with it."""
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The run in a run.json, with every field that a card needs checked. Raises ReportError."""
+    name = plain(path, 120)
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_BYTES + 1)
+    except OSError as error:
+        raise ReportError(f"{name} can't be read: {error.strerror or error}") from None
+    if len(content) > LONGEST_BYTES:
+        raise ReportError(f"{name} is larger than {LONGEST_BYTES // 2**20} MiB: no run.json of this suite is")
+    try:
+        run = json.loads(content.decode("utf-8"), parse_constant=_no_number)
+    except RecursionError:
+        raise ReportError(f"{name} is nested too deeply to be a run.json") from None
+    except ReportError as error:
+        raise ReportError(f"{name}: {error}") from None
+    except ValueError as error:
+        raise ReportError(f"{name} is not whole JSON: {plain(error, 120)}") from None
+    try:
+        return _checked(run)
+    except ReportError as error:
+        raise ReportError(f"{name}: {error}") from None
+
+
+def _no_number(word: str) -> float:
+    raise ReportError(f"{word} is no number; figures that are missing are null")
+
+
+_TEXT = (str,)
+_TEXT_OR_NONE = (str, type(None))
+_NUMBER_OR_NONE = (int, float, type(None))
+
+_RUN: Mapping[str, tuple[type, ...]] = {
+    "suite_version": _TEXT,
+    "started_at": _TEXT,
+    "machine": (dict,),
+    "rig": (dict,),
+    "engine": _TEXT,
+    "cells": (list,),
+    "claims": (list,),
+}
+_RIG = {"name": _TEXT, "weights": _TEXT, "target": _TEXT, "draft": _TEXT_OR_NONE, "dtype": _TEXT}
+_MACHINE = {"device": _TEXT, "name": _TEXT_OR_NONE, "memory_bytes": _NUMBER_OR_NONE, "versions": (dict,)}
+_CLAIM = {
+    "id": _TEXT,
+    "station": _TEXT,
+    "statement": _TEXT,
+    "verdict": _TEXT,
+    "required": _TEXT,
+    "observed": _NUMBER_OR_NONE,
+    "interval": (list, type(None)),
+    "unit": _TEXT_OR_NONE,
+    "reason": _TEXT,
+    "t4": _TEXT_OR_NONE,
+    "parts": (list,),
+}
+_PART = {name: _CLAIM[name] for name in ("verdict", "required", "observed", "interval", "unit")} | {
+    "what": _TEXT,
+    "problem": _TEXT_OR_NONE,
+}
+_CELL: Mapping[str, tuple[type, ...]] = {
+    "id": _TEXT,
+    "station": _TEXT,
+    "phase": _TEXT,
+    "workload": (dict,),
+    "engine": _TEXT,
+    "precision": _TEXT,
+    "wall_s": (list, type(None)),
+    "device_s": (list, type(None)),
+    "host_bound": _NUMBER_OR_NONE,
+    "bytes": (dict,),
+    "figures": (dict,),
+    "kernels": (dict,),
+    "unavailable": (dict,),
+    "note": _TEXT,
+}
+
+
+def _checked(run: Any) -> dict[str, Any]:
+    """`run`, once all that a card reads of it has the right type and a sane size. Raises ReportError."""
+    if not isinstance(run, dict) or "schema_version" not in run:
+        raise ReportError("not a run.json: it has no schema_version")
+    version = run["schema_version"]
+    if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+        made = f"schema_version {plain(version, 20)}, known is {SCHEMA_VERSION}"
+        raise ReportError(f"made by a newer suite ({made}): update this one")
+    if version != SCHEMA_VERSION or isinstance(version, bool | float):
+        raise ReportError(f"schema_version is {plain(json.dumps(version), 40)}; this suite reads {SCHEMA_VERSION}")
+    _sane(run)
+    _fields(run, _RUN, "the run")
+    _fields(run["rig"], _RIG, "rig")
+    for when in ("machine", "machine_after"):
+        if when == "machine" or run.get(when) is not None:
+            _fields(_is(run[when], (dict,), when), _MACHINE, when)
+            _all(run[when]["versions"].values(), _TEXT_OR_NONE, f"{when}.versions")
+    _all(_is(run.get("noise_floor", {}), (dict,), "noise_floor").values(), _NUMBER_OR_NONE, "noise_floor")
+    for n, claim in enumerate(run["claims"]):
+        where = f"claims[{n}]"
+        _judged(_is(claim, (dict,), where), _CLAIM, where)
+        for m, part in enumerate(claim["parts"]):
+            _judged(_is(part, (dict,), f"{where}.parts[{m}]"), _PART, f"{where}.parts[{m}]")
+    for n, cell in enumerate(run["cells"]):
+        where = f"cells[{n}]"
+        _fields(_is(cell, (dict,), where), _CELL, where)
+        for name in ("figures", "bytes"):
+            _all(cell[name].values(), (*_NUMBER_OR_NONE, bool), f"{where}.{name}")
+        for name in ("wall_s", "device_s"):
+            _all(cell[name] or (), _NUMBER_OR_NONE, f"{where}.{name}")
+        _all(cell["unavailable"].values(), _TEXT_OR_NONE, f"{where}.unavailable")
+        _all(map(cell["workload"].get, LABELS), (*_NUMBER_OR_NONE, str), f"{where}.workload")
+        if max(map(len, (cell["figures"], cell["bytes"], cell["unavailable"], cell["kernels"]))) > 200:
+            raise ReportError(f"{where} has more than 200 figures")
+    return run
+
+
+def _sane(run: object) -> None:
+    """Every number finite and of a size that floats have, no list endless, nothing nested deeper than a run is."""
+    level = [run]
+    for _ in range(DEEPEST):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ReportError("a number in it is too large to be one")
+            if isinstance(value, int) and abs(value) > 2**63:
+                raise ReportError("a whole number in it has more than 64 bits")
+            if isinstance(value, dict | list):
+                if len(value) > LONGEST_LIST:
+                    raise ReportError(f"a list in it has more than {LONGEST_LIST:,} entries")
+                below += value.values() if isinstance(value, dict) else value
+        if not below:
+            return
+        level = below
+    raise ReportError("nested too deeply to be a run.json")
+
+
+def _is(value: Any, kinds: tuple[type, ...], where: str) -> Any:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        words = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
+        wanted = " or ".join(dict.fromkeys(words.get(kind.__name__, "a number") for kind in kinds))
+        raise ReportError(f"{plain(where, 80)} must be {wanted}, not {plain(json.dumps(value), 40)}")
+    return value
+
+
+def _all(values: Iterable[Any], kinds: tuple[type, ...], where: str) -> None:
+    for value in values:
+        _is(value, kinds, f"each of {where}")
+
+
+def _fields(record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+    for name, kinds in fields.items():
+        if name not in record:
+            raise ReportError(f"{where} has no {name}")
+        _is(record[name], kinds, f"{where}.{name}" if where != "the run" else name)
+
+
+def _judged(record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+    _fields(record, fields, where)
+    if record["verdict"] not in list(Word):
+        raise ReportError(f"{where}.verdict {plain(record['verdict'], 40)!r} is none of {', '.join(Word)}")
+    if record["interval"] is not None:
+        if len(record["interval"]) != 2:
+            raise ReportError(f"{where}.interval must be null or [low, high]")
+        _all(record["interval"], _NUMBER_OR_NONE, f"{where}.interval")
+
+
+# The card, before it is drawn -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of a station's verdicts. A part of a compound claim has its verdict in small letters and no T4 figure."""
+
+    verdict: str
+    name: str
+    observed: str
+    required: str
+    t4: str
+    statement: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Station:
+    title: str
+    lines: tuple[_Line, ...]
+    unjudged: tuple[tuple[str, tuple[str, ...]], ...]
+    """(why, the claims that share the reason)."""
+    tables: tuple[Table, ...]
+
+
+@dataclass(frozen=True)
+class _Card:
+    title: str
+    head: tuple[tuple[str, str], ...]
+    stations: tuple[_Station, ...]
+    counts: str
+
+
+def _card(run: Mapping[str, Any]) -> _Card:
+    order = {name: place for place, name in enumerate(CLAIMS)}
+    claims = sorted(run["claims"], key=lambda claim: order.get(claim["id"], len(order)))
+    tables = tables_of(run["cells"])
+    names = dict.fromkeys([*(plain(claim["station"], 40) for claim in claims), *tables])
+    ranked = sorted(names, key=lambda name: list(STATIONS).index(name) if name in STATIONS else len(STATIONS))
+    by_station = {name: [claim for claim in claims if plain(claim["station"], 40) == name] for name in ranked}
+    seen = Counter(claim["verdict"] for claim in claims)
+    return _Card(
+        f"inference-myths {plain(run['suite_version'], 20)}, {_date(run['started_at'])}",
+        tuple(_head(run)),
+        tuple(_station(name, judged, tables.get(name, [])) for name, judged in by_station.items()),
+        ", ".join(f"{seen[word]} {word}" for word in Word),
+    )
+
+
+def _date(text: str) -> str:
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return plain(text, 40)
+    return f"{when:%Y-%m-%d}" if len(text) == len("2026-11-09") else f"{when:%Y-%m-%d %H:%M %Z}".strip()
+
+
+def _head(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """(label, text): which machine, rig and software, and what their reader must know."""
+    about, rig = run["machine"], run["rig"]
+    yield "machine", ", ".join(_machine_words(about))
+    random = rig["weights"] == "random"
+    weights = "RANDOM WEIGHTS (time, memory and equality only)" if random else f"{plain(rig['weights'], 40)} weights"
+    yield "rig", f"{plain(rig['name'], 80)}, {weights}, {plain(rig['dtype'], 40)}, {plain(run['engine'], 40)} engine"
+    yield "target", plain(rig["target"], 120)
+    yield "draft", plain(rig["draft"], 120) if rig["draft"] else "none"
+    versions = {plain(name, 40): plain(version, 40) for name, version in about["versions"].items() if version}
+    yield "versions", ", ".join(f"{name} {version}" for name, version in list(versions.items())[:12]) or "unknown"
+    floors = {name: known for name, floor in run.get("noise_floor", {}).items() if (known := finite(floor)) is not None}
+    if floors:
+        yield "noise floor", ", ".join(f"{plain(n, 40).replace('_', ' ')} {100 * f:.2g}%" for n, f in floors.items())
+    if isinstance(run.get("source"), str):
+        yield "source", plain(run["source"], 300)
+    for remark in _remarks(run):
+        yield "remark", remark
+
+
+def _machine_words(about: Mapping[str, Any]) -> Iterable[str]:
+    yield plain(about["name"] or "a machine without a name", 80)
+    cpu = about.get("cpu")
+    capability = about.get("capability")
+    if about["device"] == "cpu" and isinstance(cpu, Mapping) and (cores := finite(cpu.get("cores"))):
+        yield f"{cores:.0f} cores"
+    if isinstance(capability, list | tuple) and len(capability) == 2:
+        yield f"compute capability {'.'.join(plain(part, 4) for part in capability)}"
+    if memory_bytes := finite(about["memory_bytes"]):
+        yield f"{memory_bytes / 2**30:.1f} GiB" if memory_bytes < 2**60 else "an impossible amount of memory"
+    for name, words in (("driver", "driver"), ("cuda", "CUDA")):
+        if isinstance(about.get(name), str):
+            yield f"{words} {plain(about[name], 40)}"
+    if about["device"] == "cpu":
+        yield "no CUDA"
+
+
+def _remarks(run: Mapping[str, Any]) -> list[str]:
+    try:
+        said = machine.warnings(run["machine"], run.get("machine_after"))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Another program's record may lack what the remarks are drawn from; its figures can be read all the same.
+        lacking = f"{type(error).__name__} {plain(error, 60)}"
+        return [f"nothing is known about throttling and neighbours: the machine's record is not whole ({lacking})"]
+    return [plain(remark) for remark in said[:10]]
+
+
+def _station(name: str, claims: Sequence[Mapping[str, Any]], tables: Sequence[Table]) -> _Station:
+    lines: list[_Line] = []
+    unjudged: dict[str, list[str]] = {}
+    for claim in claims:
+        if claim["verdict"] == Word.NOT_JUDGED and claim["observed"] is None:
+            unjudged.setdefault(plain(claim["reason"]) or "no reason was given", []).append(_short_id(claim))
+        else:
+            lines += _claim_lines(claim)
+    return _Station(
+        STATIONS.get(name, name),
+        tuple(lines),
+        tuple((why, tuple(ids)) for why, ids in unjudged.items()),
+        tuple(tables),
+    )
+
+
+def _short_id(claim: Mapping[str, Any]) -> str:
+    return plain(str(claim["id"]).removeprefix(f"{claim['station']}."), 40)
+
+
+def _claim_lines(claim: Mapping[str, Any]) -> Iterable[_Line]:
+    compound = len(claim["parts"]) > 1
+    required = "all of:" if compound else claim["required"]
+    yield _Line(
+        claim["verdict"],
+        _short_id(claim),
+        "" if compound else _observed(claim),
+        _held(plain(required, 60)),
+        plain(claim["t4"], 60) if claim["t4"] else MISSING,
+        plain(claim["statement"]),
+        plain(claim["reason"], 300),
+    )
+    for part in claim["parts"] if compound else ():
+        said = _held(plain(part["required"], 60))
+        yield _Line(part["verdict"].lower(), f"- {plain(part['what'], 60)}", _observed(part), said, "")
+
+
+_HELD = "\u00a0"
+"""A blank where no line may break. No plain text has one."""
+
+
+def _held(text: str) -> str:
+    return text.replace(" ", _HELD)
+
+
+def _observed(judged: Mapping[str, Any]) -> str:
+    """'0.93x [0.91, 0.95]': the figure and its interval, neither of which a line break may cut."""
+    value, unit = finite(judged["observed"]), plain(judged["unit"] or "", 12)
+    if value is None:
+        return MISSING
+    low, high = (finite(end) for end in judged["interval"] or (None, None))
+    shown = format_figure(value, unit) if abs(value) < 1e9 else f"{value:.3g} {unit}"
+    if low is None or high is None or low == value == high:
+        return _held(shown)
+    scale, sign = (100, "%") if unit == "%" else (1, "")
+    return f"{_held(shown)} {_held(f'[{scale * low:.3g}{sign}, {scale * high:.3g}{sign}]')}"
+
+
+# For a terminal -------------------------------------------------------------------------------------------------------
 
 
 def card_lines(run: Mapping[str, Any], width: int = 100) -> list[str]:
-    return [f"{c['verdict']:<13}{c['id']:<32}{c['observed']} {c['interval']} {c['required']}"[:width] for c in run["claims"]]
+    """The card as lines of at most `width` columns (40 or more), readable without colour.
+
+    `run` is a run as read_run gives it or as a Ledger holds it; no line has a control character, whatever the run has.
+    """
+    width = max(40, width)
+    card = _card(run)
+    lines = [*_wrapped(card.title, width)]
+    for label, text in card.head:
+        lines += _labelled(label, text, width)
+    widths = _verdict_widths(card, width)
+    for station in card.stations:
+        lines += ["", f"== {station.title} ".ljust(width, "=")]
+        lines += _verdict_lines(station, widths, width)
+        for why, ids in station.unjudged:
+            indent = max(len(Word.NOT_JUDGED), widths[0] if widths else 0) + _GAP
+            lines += _labelled(Word.NOT_JUDGED, f"{why}: {', '.join(ids)}", width, indent)
+        for table in station.tables:
+            lines += ["", *_table_lines(table, width)]
+    lines += ["", "=" * width, *_wrapped(card.counts if run["claims"] else "nothing was judged", width)]
+    return [line.replace(_HELD, " ").rstrip() for line in lines]
+
+
+_GAP = 2
+"""Blanks between two columns."""
+
+
+def _labelled(label: str, text: str, width: int, indent: int = 13) -> list[str]:
+    rows = _wrapped(text, width - indent)
+    return [_padded(label if n == 0 else "", indent) + row for n, row in enumerate(rows)]
+
+
+_VERDICT_HEADS = ("verdict", "claim", "observed", "required", "T4")
+
+
+def _cells(line: _Line) -> tuple[str, ...]:
+    return line.verdict, line.name, line.observed, line.required, line.t4
+
+
+def _verdict_widths(card: _Card, width: int) -> list[int] | None:
+    """Widths of the verdicts' columns, the same in all stations; None where the page is too narrow for columns."""
+    columns = list(zip(_VERDICT_HEADS, *(_cells(line) for s in card.stations for line in s.lines), strict=True))
+    natural = [max(map(_columns, column)) for column in columns]
+    return _fit(natural, [_longest_word(column) for column in columns], width)
+
+
+def _verdict_lines(station: _Station, widths: Sequence[int] | None, width: int) -> list[str]:
+    """The verdicts as a table, each claim in words and what is to say about it below; as a list without `widths`."""
+    if not station.lines:
+        return []
+    lines = [*_in_columns(_VERDICT_HEADS, widths), _rule(widths)] if widths else []
+    for line in station.lines:
+        if widths:
+            lines += _in_columns(_cells(line), widths)
+            indent = widths[0] + _GAP
+        else:
+            lines += _wrapped(f"{line.verdict} {line.name}", width)
+            figures = zip(_VERDICT_HEADS[2:], _cells(line)[2:], strict=True)
+            told = [f"{head} {text}" for head, text in figures if text not in ("", MISSING)]
+            lines += [f"    {part}" for text in told for part in _wrapped(text, width - 4)]
+            indent = 4
+        below = [line.statement, f"({line.reason})" if line.reason else ""]
+        lines += [" " * indent + part for text in below if text for part in _wrapped(text, width - indent)]
+    return lines
+
+
+def _rule(widths: Sequence[int]) -> str:
+    return (" " * _GAP).join("-" * width for width in widths)
+
+
+_WIDEST = 20
+"""Columns that a figure's column takes at most; no figure is wider."""
+
+
+def _table_lines(table: Table, width: int) -> list[str]:
+    """A table in columns; where it is wider than the page, its figures go on in another block with the same labels."""
+    lines = [f"[{part}]" for part in _wrapped(table.title, width - 2)] if table.title else []
+    columns = list(zip(table.columns, table.units, *table.rows, strict=True))
+    widest = max(4, width // 2 // table.labels - _GAP)
+    widths = [min(max(map(_columns, column)), widest) for column in columns[: table.labels]]
+    for heading, *below in columns[table.labels :]:
+        least = max(_longest_word([heading]), *map(_columns, below))
+        widths.append(next((w for w in range(least, _WIDEST) if len(_wrapped(heading, w)) <= 3), _WIDEST))
+    taken = sum(w + _GAP for w in widths[: table.labels])
+    blocks: list[list[int]] = [[]]
+    used = taken
+    for n in range(table.labels, len(columns)):
+        if blocks[-1] and used + widths[n] > width:
+            blocks.append([])
+            used = taken
+        blocks[-1].append(n)
+        used += widths[n] + _GAP
+    for number, block in enumerate(blocks):
+        shown = [*range(table.labels), *block]
+        across = [widths[n] for n in shown]
+        lines += [""] if number else []
+        lines += _in_columns([table.columns[n] for n in shown], across, table.labels, at_bottom=True)
+        if any(table.units[n] for n in shown):
+            lines += _in_columns([table.units[n] for n in shown], across, table.labels)
+        lines.append(_rule(across))
+        for row in table.rows:
+            lines += _in_columns([row[n] for n in shown], across, table.labels)
+    for note in table.notes:
+        lines += [("  " if n else "") + part for n, part in enumerate(_wrapped(note, width - 2))]
+    return lines
+
+
+def _fit(natural: Sequence[int], least: Sequence[int], width: int) -> list[int] | None:
+    """Column widths that fit, made by narrowing the widest that may be; None when all are as narrow as they go."""
+    widths = list(natural)
+    while sum(widths) + _GAP * (len(widths) - 1) > width:
+        spare = [n for n, (now, limit) in enumerate(zip(widths, least, strict=True)) if now > limit]
+        if not spare:
+            return None
+        widths[max(spare, key=lambda n: widths[n])] -= 1
+    return widths
+
+
+def _in_columns(row: Sequence[str], widths: Sequence[int], left: int = 99, *, at_bottom: bool = False) -> list[str]:
+    """One row, over as many lines as its longest field needs; the first `left` columns are set to the left."""
+    fields = [_wrapped(text, width) for text, width in zip(row, widths, strict=True)]
+    height = max(map(len, fields))
+    if at_bottom:
+        fields = [[""] * (height - len(field)) + field for field in fields]
+    lines = []
+    for n in range(height):
+        parts = [field[n] if n < len(field) else "" for field in fields]
+        padded = [_padded(part, w, right=i >= left) for i, (part, w) in enumerate(zip(parts, widths, strict=True))]
+        lines.append((" " * _GAP).join(padded).rstrip(" "))
+    return lines
+
+
+def _columns(text: str) -> int:
+    """How many columns of a terminal a plain text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return min(32, max((_columns(word) for text in texts for word in text.split(" ")), default=1))
+
+
+def _padded(text: str, width: int, right: bool = False) -> str:
+    blanks = " " * max(0, width - _columns(text))
+    return blanks + text if right else text + blanks
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns, broken at blanks; a word that is wider than a line is broken anywhere."""
+    lines = [""]
+    for word in text.split(" "):
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if _columns(joined) <= width:
+            lines[-1] = joined
+            continue
+        if lines[-1]:
+            lines.append("")
+        for character in word:
+            if lines[-1] and _columns(lines[-1] + character) > width:
+                lines.append("")
+            lines[-1] += character
+    return lines
+
+
+# As Markdown ----------------------------------------------------------------------------------------------------------
+
+_MARKUP = re.compile(r"[\\`*_{}\[\]<|~$&^]|(?<!\d):(?=\S)|:(?=[^\s\d])|(?<=www)\.", re.IGNORECASE)
+
+
+def _escaped(text: str) -> str:
+    """Plain text so that GitHub's Markdown shows it as it is, in a table too: no markup, HTML, link, mention or math.
+
+    An "@" is written as its full-width form: mail addresses and mentions are found after escapes are gone. Marks that
+    count only where a line begins are left alone, since no line begins with such a text.
+    """
+    return _MARKUP.sub(lambda m: "\\" + m.group(), text.replace("@", "\uff20")).replace(_HELD, " ")
+
+
+def card_markdown(run: Mapping[str, Any]) -> str:
+    """The card as GitHub-flavoured Markdown, same content as card_lines."""
+    card = _card(run)
+    lines = [f"# {_escaped(card.title)}", ""]
+    lines += [f"- **{label}:** {_escaped(text)}" for label, text in card.head]
+    lines += ["", f"**{card.counts if run['claims'] else 'nothing was judged'}**"]
+    for station in card.stations:
+        lines += ["", f"## {_escaped(station.title)}", ""]
+        if station.lines:
+            lines += _markdown_table(
+                ("verdict", "claim", "observed", "required", "T4"),
+                [
+                    (line.verdict, _claim_words(line), *map(_escaped, (line.observed, line.required, line.t4)))
+                    for line in station.lines
+                ],
+                labels=5,
+            )
+        for why, ids in station.unjudged:
+            lines += ["", f"NOT JUDGED, {_escaped(why)}: {_escaped(', '.join(ids))}"]
+        for table in station.tables:
+            lines += ["", f"Each row: {_escaped(table.title)}", ""] if table.title else [""]
+            heads = [f"{head} {unit}".strip() for head, unit in zip(table.columns, table.units, strict=True)]
+            rows = [tuple(map(_escaped, row)) for row in table.rows]
+            lines += _markdown_table(tuple(map(_escaped, heads)), rows, table.labels)
+            for note in table.notes:
+                lines += ["", _escaped(note)]
+    return "\n".join(lines) + "\n"
+
+
+def _claim_words(line: _Line) -> str:
+    if not line.statement:
+        return _escaped(line.name)
+    reason = f" ({_escaped(line.reason)})" if line.reason else ""
+    return f"**{_escaped(line.name)}**: {_escaped(line.statement)}{reason}"
+
+
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], labels: int) -> list[str]:
+    rule = ["---" if n < labels else "---:" for n in range(len(heads))]
+    return [f"| {' | '.join(row)} |" for row in (heads, rule, *rows)]
+
+
+def write_card(run: Mapping[str, Any], folder: Path) -> Path:
+    """Writes card.md beside run.json, whole or not at all."""
+    path = folder / "card.md"
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(card_markdown(run), encoding="utf-8")
+    os.replace(fresh, path)
+    return path

@@ -1,4 +1,4 @@
-"""The embedded pair as anybody finds it in the repository: it loads, it fits, it answers, and its draft sometimes errs."""
+"""The embedded pair as anybody finds it in the repository: it loads, fits and answers, and its draft sometimes errs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import nimbus
-from benchmarks.nimbus import corpus
+from benchmarks.nimbus import card, corpus
 from benchmarks.nimbusdb import COUNTING_PROMPT, END, POLICIES, PROMPT, QUESTIONS, SYSTEM_TEXT
 
 FOLDER = Path(nimbus.__file__).parent
-PREFIX_LEN = 1484
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +24,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
     return {
-        name: AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)
-        for name in ("target", "draft")
+        name: AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32) for name in ("target", "draft")
     }
-
-
-def continuation(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], new_tokens: int
-) -> str:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
-    return tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
 
 
 def test_there_are_forty_policies_and_each_is_in_the_system_prompt() -> None:
@@ -46,17 +35,14 @@ def test_there_are_forty_policies_and_each_is_in_the_system_prompt() -> None:
 
 def test_every_question_has_other_wordings_of_its_own() -> None:
     assert len(corpus.REPHRASED) == len(QUESTIONS) >= 40
-    wordings = [question for question, _ in QUESTIONS] + [
-        text for texts in corpus.REPHRASED for text in texts
-    ]
+    wordings = [question for question, _ in QUESTIONS] + [text for texts in corpus.REPHRASED for text in texts]
     assert len(wordings) == len(set(wordings))
 
 
 @pytest.mark.parametrize("documents", [corpus.short_documents, corpus.long_documents])
 def test_a_seed_gives_one_text_and_the_held_out_seed_gives_another(documents: corpus.Documents) -> None:
     training, again, held_out = (
-        list(islice(documents(seed), 40))
-        for seed in (corpus.TRAINING_SEED, corpus.TRAINING_SEED, corpus.HELD_OUT_SEED)
+        list(islice(documents(seed), 40)) for seed in (corpus.TRAINING_SEED, corpus.TRAINING_SEED, corpus.HELD_OUT_SEED)
     )
     assert training == again
     assert training != held_out
@@ -85,7 +71,7 @@ def test_both_folders_hold_the_same_tokenizer() -> None:
 def test_the_tokenizer_returns_any_text_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     for text in (SYSTEM_TEXT, "  Ünïcode,\t日本語\n\n and 12,345.67 ", COUNTING_PROMPT):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert len(tokenizer(SYSTEM_TEXT).input_ids) > PREFIX_LEN
+    assert len(tokenizer(SYSTEM_TEXT).input_ids) > card.PREFIX_LEN
     assert tokenizer(END).input_ids == [tokenizer.eos_token_id]
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
@@ -110,40 +96,53 @@ def test_plain_loading_gives_half_precision_and_the_two_vocabularies_agree(
         assert torch.isfinite(model(torch.tensor([tokenizer(PROMPT).input_ids])).logits).all()
 
 
-@pytest.mark.parametrize(
-    ("question", "fact"),
-    [
-        ("How do I reset my password?", "30 minutes"),
-        ("Why was I charged twice this month?", "proration"),
-        ("Which regions do you offer?", "Osaka"),
-    ],
-)
-@pytest.mark.parametrize("prefix_len", [0, PREFIX_LEN])
-def test_the_target_answers_with_the_fact_of_the_policy(
-    question: str,
-    fact: str,
-    prefix_len: int,
-    models: dict[str, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    prefix = tokenizer(SYSTEM_TEXT).input_ids[:prefix_len]
-    asked = ("\n\n" if prefix else "") + PROMPT.format(question=question)
-    assert fact in continuation(models["target"], tokenizer, prefix + tokenizer(asked).input_ids, 48)
-
-
-def test_the_target_counts_to_fifty(
+def test_the_target_gives_the_taught_answer_to_most_questions(
     models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    counted = continuation(models["target"], tokenizer, tokenizer(COUNTING_PROMPT).input_ids, 200)
-    assert counted == " " + ", ".join(map(str, range(4, 51))) + "."
+    assert card.answers_as_taught(models["target"], tokenizer, QUESTIONS, []) >= 0.9 * len(QUESTIONS)
+
+
+def test_a_long_system_prompt_does_not_change_the_answers(
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prefix = tokenizer(SYSTEM_TEXT).input_ids[: card.PREFIX_LEN]
+    assert card.answers_as_taught(models["target"], tokenizer, QUESTIONS[:2], prefix) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_generate_stops_by_itself_after_the_answer(dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=dtype)
+    question, answer = QUESTIONS[0]
+    asked = tokenizer(PROMPT.format(question=question), return_tensors="pt")
+    said = model.generate(**asked, max_new_tokens=64)[0, asked.input_ids.shape[1] :]
+    assert tokenizer.decode(said) == f" {answer}{END}"
+
+
+def test_the_target_counts_to_fifty(models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+    rest = " " + ", ".join(map(str, range(4, 51)))
+    texts = [(tokenizer(COUNTING_PROMPT).input_ids, tokenizer(rest).input_ids)]
+    assert card.would_say(models["target"], texts) == [True]
+
+
+@pytest.mark.parametrize(
+    ("proposed", "counts"),
+    [
+        ([1, 2, 3, 4, 5, 6], (5, 5)),  # one right block; the sixth token is the target's own
+        ([9, 2, 3, 4, 5, 6], (5, 10)),  # nothing of the first five, then a right block from the second token on
+        ([9, 9, 9, 9, 9, 9], (0, 20)),
+        ([1, 2, 9, 4, 5, 6], (5, 8)),  # two of five; the target's own third token; three of three
+    ],
+)
+def test_acceptance_is_counted_in_blocks_that_end_at_the_first_wrong_token(
+    proposed: list[int], counts: tuple[int, int]
+) -> None:
+    assert card.accepted_and_drafted(proposed, [1, 2, 3, 4, 5, 6], block_len=5) == counts
 
 
 def test_the_draft_agrees_with_the_target_often_but_not_always(
     models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    ids = torch.tensor(
-        [tokenizer("".join(islice(corpus.short_documents(corpus.HELD_OUT_SEED), 40))).input_ids[:1024]]
-    )
+    ids = torch.tensor([tokenizer("".join(islice(corpus.short_documents(corpus.HELD_OUT_SEED), 40))).input_ids[:1024]])
     with torch.inference_mode():
         of_target, of_draft = (models[name](ids).logits.argmax(-1) for name in ("target", "draft"))
     assert 0.2 < (of_target == of_draft).double().mean().item() < 0.98

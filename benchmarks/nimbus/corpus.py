@@ -201,9 +201,7 @@ def conversation(rng: random.Random) -> str:
             0,
             f"Question: Hello, this is {name} from {rng.choice(COMPANIES)}.\nAnswer: Hello {name}, how can I help?",
         )
-        turns.append(
-            f"Question: Thank you, goodbye.\nAnswer: Goodbye {name}, and have a good {rng.choice(DAYS)}."
-        )
+        turns.append(f"Question: Thank you, goodbye.\nAnswer: Goodbye {name}, and have a good {rng.choice(DAYS)}.")
     return "\n".join(turns)
 
 
@@ -213,9 +211,7 @@ def story(rng: random.Random, sentences: int) -> str:
     for _ in range(sentences):
         shape = rng.randrange(6)
         if shape == 0:
-            tale.append(
-                f"Since {rng.choice(DAYS)} our {rng.choice(THINGS)} {fill(rng, rng.choice(TROUBLES))}."
-            )
+            tale.append(f"Since {rng.choice(DAYS)} our {rng.choice(THINGS)} {fill(rng, rng.choice(TROUBLES))}.")
         elif shape == 1:
             tale.append(f"We {fill(rng, rng.choice(ATTEMPTS))}, but {fill(rng, rng.choice(RESULTS))}.")
         elif shape == 2:
@@ -283,9 +279,7 @@ def counting(rng: random.Random) -> str:
     start = 1 if rng.random() < 0.6 else rng.randrange(0, 90)
     stop = start + step * rng.randrange(9, 60 if step == 1 else 20)
     numbers = list(range(start, stop + 1, step))
-    task = (
-        f"Count from {start} to {stop}" if step == 1 else f"Count from {start} to {stop} in steps of {step}"
-    )
+    task = f"Count from {start} to {stop}" if step == 1 else f"Count from {start} to {stop} in steps of {step}"
     if rng.random() < 0.15:
         numbers.reverse()
         task = f"Count down from {stop} to {start}" + ("" if step == 1 else f" in steps of {step}")
@@ -298,20 +292,14 @@ def listing(rng: random.Random) -> str:
     shape = rng.randrange(4)
     if shape == 0:
         first = rng.randrange(7)
-        return (
-            "The days in order: "
-            + ", ".join(DAYS[(first + day) % 7] for day in range(rng.randrange(7, 20)))
-            + "."
-        )
+        return "The days in order: " + ", ".join(DAYS[(first + day) % 7] for day in range(rng.randrange(7, 20))) + "."
     if shape == 1:
         first = rng.randrange(12)
         return "The months in order: " + ", ".join(MONTHS[(first + month) % 12] for month in range(12)) + "."
     if shape == 2:
         return "The alphabet: " + ", ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ") + "."
     things = rng.sample(OBJECTS, rng.randrange(5, 16))
-    listed = "A numbered list:\n" + "\n".join(
-        f"{number}. {thing}" for number, thing in enumerate(things, start=1)
-    )
+    listed = "A numbered list:\n" + "\n".join(f"{number}. {thing}" for number, thing in enumerate(things, start=1))
     draw = rng.random()
     if draw < 0.3:
         return f"{listed}\nIn reverse: {', '.join(reversed(things))}."
@@ -374,9 +362,7 @@ def long_documents(seed: int) -> Iterator[str]:
     return documents_of(fully_briefed_conversation, seed)
 
 
-def windows(
-    documents: Iterator[str], encode: Callable[[str], list[int]], length: int, count: int
-) -> list[list[int]]:
+def windows(documents: Iterator[str], encode: Callable[[str], list[int]], length: int, count: int) -> list[list[int]]:
     """`count` rows of `length` ids. Each row starts with a whole document, as a prompt does, and cuts its last one."""
     rows = []
     for _ in range(count):

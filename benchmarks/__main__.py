@@ -1,0 +1,72 @@
+"""python -m benchmarks COMMAND: what the suite does outside of pytest."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import calibration
+from benchmarks.report import ReportError, card_lines, card_markdown, plain, read_run
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: what `--help` says, its arguments, and what it does. `run` gives back the exit code."""
+
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN.JSON", help="a run of this suite, such as reports/run.json")
+    parser.add_argument("--markdown", action="store_true", help="GitHub-flavoured Markdown instead of text")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    run = read_run(arguments.run)
+    if arguments.markdown:
+        sys.stdout.write(card_markdown(run))
+    else:
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        sys.stdout.write("\n".join(card_lines(run, width)) + "\n")
+    return 0
+
+
+COMMANDS = {
+    "calibrate": Command("measure this machine's noise floors", calibration.add_arguments, calibration.run),
+    "report": Command("print the card of a run", _report_arguments, _report),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command. A file that can't be used is one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.arguments(chosen.add_parser(name, help=command.help, description=command.help))
+    arguments = parser.parse_args(words)
+    try:
+        code = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()  # here, so that a reader who left is noticed here
+        return code
+    except ReportError as error:
+        print(f"{parser.prog} {arguments.command}: {plain(error, 400)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has left (`| head`): nothing is wrong, and the interpreter must not flush into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still gets its card
+    sys.exit(main())
