@@ -4,7 +4,9 @@ judged stands in benchmarks/."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import pytest
 from benchmarks import workloads
 from benchmarks.claims import CLAIMS, Claim, Word
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
+from benchmarks.timing import quiet
 
 if TYPE_CHECKING:
     from benchmarks.phases import EagerEngine
@@ -33,19 +36,50 @@ SESSION = pytest.StashKey["Session"]()
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise pytest.UsageError(
+            f"--batch-sizes {text}: sizes are whole numbers from 1, such as 1,2,4,8,16,32"
+        ) from None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("inference-myths", "inference-myths: which models are judged, and how")
     add = group.addoption
-    add("--rig", metavar="NAME", help=f"known target and draft: {', '.join(RIGS)} (default: qwen2.5 with CUDA, else nimbus)")
+    add(
+        "--rig",
+        metavar="NAME",
+        help=f"known target and draft: {', '.join(RIGS)} (default: qwen2.5 with CUDA, else nimbus)",
+    )
     add("--target", metavar="ID_OR_DIR", help="your own causal language model instead of a rig")
     add("--draft", metavar="ID_OR_DIR", help="the draft for your --target; it must share the target's tokenizer")
-    add("--weights", default="trained", metavar="KIND", help=f"{' or '.join(WEIGHTS)}: random needs no download (default: trained)")
-    add("--dtype", default="auto", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: float16 with CUDA, else float32)")
-    add("--prefix-len", type=int, default=workloads.PREFIX_LEN, metavar="TOKENS", help="shared system prompt (default: %(default)s)")
-    add("--new-tokens", type=int, default=workloads.NEW_TOKENS, metavar="TOKENS", help="output length (default: %(default)s)")
+    add(
+        "--weights",
+        default="trained",
+        metavar="KIND",
+        help=f"{' or '.join(WEIGHTS)}: random needs no download (default: trained)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} (default: float16 with CUDA, else float32)",
+    )
+    add(
+        "--prefix-len",
+        type=int,
+        default=workloads.PREFIX_LEN,
+        metavar="TOKENS",
+        help="shared system prompt (default: %(default)s)",
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        default=workloads.NEW_TOKENS,
+        metavar="TOKENS",
+        help="output length (default: %(default)s)",
+    )
     add(
         "--batch-sizes",
         type=_whole_numbers,
@@ -53,10 +87,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N,N",
         help=f"rows of the batching table (default: {','.join(map(str, workloads.BATCH_SIZES))})",
     )
-    add("--suffix", action="append", default=[], metavar="TEXT", help="one more question after the shared prefix; may be repeated")
-    add("--quant-prompt", default=workloads.QUANT_PROMPT, metavar="TEXT", help="question put to every precision (default: %(default)r)")
-    add("--report", type=Path, default=Path("reports"), metavar="DIR", help="folder for run.json and card.md (default: %(default)s)")
-    add("--budget", type=float, metavar="SECONDS", help="rounds a claim may take before it is INCONCLUSIVE (default: 60 with CUDA, else 15)")
+    add(
+        "--suffix",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="one more question after the shared prefix; may be repeated",
+    )
+    add(
+        "--quant-prompt",
+        default=workloads.QUANT_PROMPT,
+        metavar="TEXT",
+        help="question put to every precision (default: %(default)r)",
+    )
+    add(
+        "--report",
+        type=Path,
+        default=Path("reports"),
+        metavar="DIR",
+        help="folder for run.json and card.md (default: %(default)s)",
+    )
+    add(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="rounds a claim may take before it is INCONCLUSIVE (default: 45 with CUDA, else 15)",
+    )
 
 
 def _open_session(config: pytest.Config) -> Session:
@@ -102,6 +158,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if _requires_gpu(config.getoption("markexpr", "")) and not _has_cuda():
         raise pytest.UsageError("-m gpu needs CUDA and torch sees none here: run `pytest myths` for the embedded pair")
+    if _is_spread(config) and _may_run_myths(config):
+        raise pytest.UsageError("myths measure time and can't share the machine with each other: run them without -n")
+
+
+def _is_spread(config: pytest.Config) -> bool:
+    """Whether pytest-xdist was asked for several processes. Asked here, since its workers could only crash."""
+    return any(config.getoption(option, None) for option in ("numprocesses", "tx"))
+
+
+def _may_run_myths(config: pytest.Config) -> bool:
+    """Whether an argument is the folder of the myths, in it, or around it."""
+    myths = config.rootpath / "myths"
+    paths = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    return any(path.is_relative_to(myths) or myths.is_relative_to(path) for path in paths)
 
 
 def _requires_gpu(expression: str) -> bool:
@@ -118,11 +188,15 @@ def _requires_gpu(expression: str) -> bool:
 
     def selects(gpu: bool) -> bool:
         return any(
-            compiled.evaluate(lambda name, /, **_: dict(zip(others, has, strict=True), gpu=gpu).get(name, False))
+            compiled.evaluate(partial(_has_mark, {**dict(zip(others, has, strict=True)), "gpu": gpu}))
             for has in itertools.product((False, True), repeat=len(others))
         )
 
     return selects(True) and not selects(False)
+
+
+def _has_mark(marks: dict[str, bool], name: str, /, **_: object) -> bool:
+    return marks.get(name, False)
 
 
 def _claim_of(item: pytest.Item) -> Claim | None:
@@ -136,12 +210,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         for mark, holds in {"gpu": True, "timing": claim.timing, "trained": "trained" in claim.needs}.items():
             if holds:
                 item.add_marker(mark)
+        if claim.timing:
+            item.fixturenames.insert(0, "noise_floors")  # before the fixtures that compare sides
     elif "session" in getattr(item, "fixturenames", ()):
         item.add_marker("gpu")
         item.add_marker("timing")  # a row of a table: it is a figure, and figures here are times
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The rows of the tables: sizes and suffixes are the user's, lengths the device's."""
+    if "session" not in metafunc.fixturenames:
+        return
     if "batch_size" in metafunc.fixturenames:
         metafunc.parametrize("batch_size", metafunc.config.getoption("--batch-sizes"))
     if "suffix_number" in metafunc.fixturenames:
@@ -155,10 +234,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Open the suite's session once it is known that myths will run: before that nothing of theirs is worth loading."""
-    if session.config.getoption("collectonly") or not any("session" in getattr(i, "fixturenames", ()) for i in session.items):
+    if session.config.getoption("collectonly") or not any(
+        "session" in getattr(i, "fixturenames", ()) for i in session.items
+    ):
         return
-    if session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
-        raise pytest.UsageError("myths measure time and can't share the machine with each other: run them without -n")
     session.config.stash[SESSION] = _open_session(session.config)
 
 
@@ -168,11 +247,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     claim = _claim_of(item)
     suite = item.config.stash.get(SESSION, None)
     if claim and suite and (reason := suite.setting.why_not(claim)):
-        suite.skip(claim, reason)
-        pytest.skip(f"{Word.NOT_JUDGED} {claim.id}: {reason}")
+        verdict = suite.skip(claim, reason)
+        item.user_properties.append(("verdict", verdict.line))
+        item.add_marker(pytest.mark.skip(reason=f"{claim.id}: {reason}"))  # unlike skip(), says where the test stands
 
 
 # What the myths use ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Ctrl-C may leave a frame without a line number (seen with Python 3.11 between two tests), and on such a frame pytest's
+    own account of the interruption fails, and with it the card: take it out."""
+    traceback: Any = excinfo.tb
+    while traceback.tb_next is not None:
+        if traceback.tb_next.tb_lineno is None:
+            traceback.tb_next = traceback.tb_next.tb_next
+        else:
+            traceback = traceback.tb_next
 
 
 @pytest.fixture(scope="session")
@@ -182,15 +274,23 @@ def session(request: pytest.FixtureRequest) -> Session:
 
 @pytest.fixture(scope="session")
 def tokenizer(session: Session) -> workloads.Tokenizer:
-    return session.loader.tokenizer()
+    with _or_exit():
+        return session.loader.tokenizer()
+
+
+@contextmanager
+def _or_exit() -> Iterator[None]:
+    """Whatever is wrong with a model ends the run in one line: all stations stand on it."""
+    try:
+        yield
+    except RigError as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def _load(session: Session, role: str, precision: str | None = None) -> EagerEngine:
-    """One model of the rig behind the eager engine. Whatever is wrong with it ends the run: all stations stand on it."""
-    try:
+    """One model of the rig behind the eager engine."""
+    with _or_exit():
         return session.load(role, precision)
-    except RigError as error:
-        pytest.exit(f"{error}", returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @pytest.fixture(scope="session")
@@ -214,6 +314,15 @@ def nf4(session: Session, target: EagerEngine) -> EagerEngine:
     return _load(session, "target", "nf4")
 
 
+@pytest.fixture(scope="session")
+def noise_floors(session: Session, target: EagerEngine, tokenizer: workloads.Tokenizer) -> None:
+    """What equal things differ by on this machine: from an earlier calibration of it, else from a quick one. Every test
+    whose claim rests on a clock stands on this."""
+    from benchmarks import calibration
+
+    session.set_floors(session.known_floors() or calibration.quick(session, target, tokenizer))
+
+
 @pytest.fixture
 def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observed], None]:
     """Judges the claim that the test is marked with: returns when it HOLDS, else ends the test in one line."""
@@ -231,17 +340,18 @@ def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observe
 
 
 @pytest.fixture
-def sampled(benchmark: Any) -> Callable[[Callable[[], Any]], list[Any]]:
-    """Calls a measurement three times under pytest-benchmark's clock, after one warm-up, and gives back what it returned.
+def sampled(benchmark: Any) -> Callable[[Callable[[], Any], Callable[[], object]], list[Any]]:
+    """Calls a measurement twice under pytest-benchmark's clock, after a warm-up, and gives back what it returned.
 
-    Claims and cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled
+    Twice, since a row is there to be read: what a verdict rests on has rounds of its own, as many as it needs. Claims and cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled
     (the call is then made once).
     """
 
-    def _sampled(call: Callable[[], Any]) -> list[Any]:
-        call()
+    def _sampled(call: Callable[[], Any], warm_up: Callable[[], object]) -> list[Any]:
+        warm_up()
         samples: list[Any] = []
-        benchmark.pedantic(lambda: samples.append(call()), rounds=3, iterations=1)
+        with quiet():  # once for all rounds, or pytest-benchmark's figures would be those of the garbage collector
+            benchmark.pedantic(lambda: samples.append(call()), rounds=2, iterations=1)
         return samples
 
     return _sampled
@@ -251,11 +361,16 @@ def sampled(benchmark: Any) -> Callable[[Callable[[], Any]], list[Any]]:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """INCONCLUSIVE and REFUTED in their own words, in verbose output too."""
-    if report.when == "call" and report.failed:
-        word = str(report.longrepr).split(" ", 1)[0]
-        if word in (Word.REFUTED, Word.INCONCLUSIVE):
-            return "failed", word[0], word
+    """Verdicts in their own words, in verbose output and in the summary."""
+    said = str(dict(getattr(report, "user_properties", ())).get("verdict", ""))  # a module's report has none
+    if report.passed and report.when == "call" and said.startswith(Word.HOLDS):
+        return "passed", ".", Word.HOLDS
+    if report.failed and report.when == "call":
+        for word in (Word.REFUTED, Word.INCONCLUSIVE):
+            if said.startswith(word):
+                return "failed", word[0], word
+    if report.skipped and said.startswith(Word.NOT_JUDGED):
+        return "skipped", "s", Word.NOT_JUDGED
     return None
 
 
@@ -273,7 +388,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_sessionfinish(session: pytest.Session) -> None:
     suite = session.config.stash.get(SESSION, None)
     if suite is not None:
+        from benchmarks.report import write_card
+
         suite.close()
+        if suite.ledger.begun:
+            write_card(suite.ledger.run, suite.ledger.folder)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -284,4 +403,3 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         machine_info["driver"] = suite.machine["driver"]
         machine_info["torch"] = versions.get("torch")
         machine_info["rig"] = suite.rig.record
-

@@ -6,9 +6,12 @@
     timing       the clock, and rounds that measure two sides in turn
     estimates    a figure with its interval
     claims       every claim in one table, and judge()
-    ledger       run.json as it is written; report makes the card of it
+    session      one run: options, rig, what is lacking here, the rounds that settle claims
+    ledger       run.json as it is written
+    report       the card made of it, with tables
 
-One subject each: batching, prefix, quantization, attention, speculation. Instruments: memory, traces, machine, tokens.
+One subject each: batching, prefix, quantization, attention, speculation, and rows, which they share.
+Instruments: memory, traces, machine, tokens, calibration.
 """
 
 SUITE_VERSION = "0.1.0"

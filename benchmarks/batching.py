@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.estimates import Estimate, counted, unusable
 from benchmarks.ledger import Cell
-from benchmarks.memory import OutOfMemory, attempt, kv_cache_bytes, peak_extra_bytes, tensor_bytes
-from benchmarks.phases import EagerEngine, Prompt, decode, forced_choices, logit_error, reference, serve
-from benchmarks.rows import Phases, served_cells
+from benchmarks.memory import OutOfMemory, attempt, kv_cache_bytes, tensor_bytes, watch_peak
+from benchmarks.phases import EagerEngine, Prompt, Request, decode, forced_choices, logit_error, reference, serve
+from benchmarks.rows import Phases, Sampled, served_cells
 from benchmarks.runs import Run, ratio
 from benchmarks.timing import Clock
 from benchmarks.tokens import compare, share_explained
@@ -27,18 +27,20 @@ def sixteen_over_one(one: Sequence[Run], sixteen: Sequence[Run]) -> dict[str, Es
 
 
 def ttft_grows(one: Sequence[Run], sixteen: Sequence[Run]) -> dict[str, Estimate]:
-    return {"batching.ttft_grows": ratio("ttft_s", sixteen, one, ("16 prompts", "1 prompt"))}
+    """What paired prefills of one and of sixteen long prompts show."""
+    seen = ratio("ttft_s", sixteen, one, ("16 prompts", "1 prompt"))
+    return {"batching.ttft_grows": seen.noted(f"prompts of {one[0].prompt_len} tokens")}
 
 
 def peak_bytes(engine: EagerEngine, workload: Workload) -> int | OutOfMemory | None:
     """Peak bytes of serving a batch over what was resident; None where nothing counts bytes."""
     prompt = Prompt.of(workload.prompts, engine.device)
-    return attempt(
-        lambda: peak_extra_bytes(
-            lambda: decode(engine, engine.prefill(prompt), workload.output_len), engine.device
-        ),
-        engine.device,
-    )
+
+    def measure() -> int | None:
+        decode(engine, engine.prefill(prompt), 2)  # a short warm-up: what libraries keep is taken before the counting
+        return watch_peak(lambda: decode(engine, engine.prefill(prompt), workload.output_len), engine.device)[1]
+
+    return attempt(measure, engine.device)
 
 
 def memory_growth(engine: EagerEngine, one: Workload, sixteen: Workload) -> Mapping[str, Estimate]:
@@ -75,17 +77,19 @@ def row(
     workload: Workload,
     clock: Clock,
     precision: str,
-    sampled: Callable[[Callable[[], Run]], list[Run]],
+    sampled: Sampled[Run],
 ) -> list[Cell]:
-    """One row of the batching table and its phases; a batch that doesn't fit is a row that says so.
-
-    `sampled` calls a measurement several times and gives back what it returned.
-    """
+    """One row of the batching table and its phases; a batch that doesn't fit is a row that says so."""
     id = f"batching.{workload.batch_size}"
 
+    def request() -> Run:
+        return serve(Request(engine, workload), clock).run
+
+    # On CUDA the warm-up is a whole request: every step grows the KV cache to a size that the allocator has not given out.
+    warm_up = request if engine.device == "cuda" else lambda: engine.prefill(Prompt.of(workload.prompts, "cpu"))
+
     def measure() -> list[Cell]:
-        runs = sampled(lambda: serve(engine, workload, clock).run)
-        peak = peak_bytes(engine, workload) if engine.device == "cuda" else None
+        runs, peak = watch_peak(lambda: sampled(request, warm_up), engine.device)
         return served_cells(
             id,
             workload,

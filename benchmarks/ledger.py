@@ -123,6 +123,7 @@ class Ledger:
             "rig": dict(rig),
             "engine": engine,
             "noise_floor": {},
+            "calibration": None,
             "cells": [],
             "claims": [],
         }
@@ -131,6 +132,11 @@ class Ledger:
     @property
     def path(self) -> Path:
         return self.folder / "run.json"
+
+    @property
+    def previous_path(self) -> Path:
+        """Where the run that stood in `path` is kept once this one has begun."""
+        return self.folder / "run.previous.json"
 
     def cell(self, cell: Cell) -> None:
         self._replace("cells", cell.record)
@@ -154,7 +160,7 @@ class Ledger:
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.begun and self.path.exists():
-            os.replace(self.path, self.folder / "run.previous.json")
+            os.replace(self.path, self.previous_path)
         self.begun = True
         write_json(self.path, self.run)
 

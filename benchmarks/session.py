@@ -6,12 +6,14 @@ The pytest side (conftest.py) and the command line both stand on this; there is 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from benchmarks import machine, rigs, workloads
+from benchmarks.calibration import Calibration
 from benchmarks.claims import CLAIMS, Claim, Setting, Verdict, Word, judge, not_judged
 from benchmarks.estimates import Estimate
 from benchmarks.ledger import Ledger
@@ -19,12 +21,14 @@ from benchmarks.rigs import Loader, Rig, RigError
 from benchmarks.timing import Clock, Rounds, interleave
 
 if TYPE_CHECKING:
-    from benchmarks.phases import EagerEngine
+    from benchmarks.memory import Device
+    from benchmarks.phases import EagerEngine, Request
+    from benchmarks.runs import Run
 
 T = TypeVar("T")
 Observed = Estimate | Mapping[str, Estimate]
 
-BUDGET_S = {"cuda": 60.0, "cpu": 15.0}
+BUDGET_S = {"cuda": 45.0, "cpu": 15.0}
 """Seconds of rounds a claim may take. Decided claims stop long before; on CPU the whole run has 90 seconds."""
 
 
@@ -47,7 +51,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.prefix_len < 64:
-            raise RigError(f"--prefix-len {self.prefix_len} is too short to tell a prefix from its suffix; give 64 or more")
+            raise RigError(
+                f"--prefix-len {self.prefix_len} is too short to tell a prefix from its suffix; give 64 or more"
+            )
         if self.new_tokens < 8:
             raise RigError(f"--new-tokens {self.new_tokens} leaves no decode to measure; give 8 or more")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
@@ -67,11 +73,11 @@ class Options:
 class Session:
     """What all stations of one run share. Making one loads no model; `open` checks what can be known before loading."""
 
-    def __init__(self, options: Options, device: str) -> None:
+    def __init__(self, options: Options, device: Device) -> None:
         from benchmarks.phases import clock_for
 
         self.options = options
-        self.device = device
+        self.device: Device = device
         if device == "cpu":
             _leave_a_core()
         self.rig: Rig = rigs.choose(
@@ -102,8 +108,12 @@ class Session:
                 raise RigError(
                     f"--dtype bfloat16: this card ({capability[0]}.{capability[1]}) only emulates it; choose float16 or float32"
                 )
-        longest = self.options.prefix_len + 64 + self.options.new_tokens
-        self.loader.check(longest)
+        _check_writable(self.options.report)
+        self.loader.check()
+        tokenizer = self.loader.tokenizer()
+        question_len = max(len(workloads.question_ids(tokenizer, q)) for q in self.options.all_suffixes)
+        shared_prefix_len = self.options.prefix_len + question_len + self.options.new_tokens
+        self.loader.check_len(max(shared_prefix_len, workloads.LONG_PROMPT_LEN[self.device] + 1))
         if self._sensors is not None:
             self._sensors.__enter__()
 
@@ -172,15 +182,17 @@ class Session:
             self.load_bytes[f"{role} {precision or self.rig.reference}"] = after - (before or 0)
         logits = engine.prefill(Prompt.of([(1, 2, 3, 4, 5, 6, 7, 8)], self.device)).logits
         if not torch.isfinite(logits).all():
-            raise RigError(f"{source.label} in {precision or self.rig.dtype} gives logits that are not numbers: choose another --dtype")
+            raise RigError(
+                f"{source.label} in {precision or self.rig.dtype} gives logits that are not numbers: choose another --dtype"
+            )
         return engine
 
     # Rounds and verdicts ---------------------------------------------------------------------------------------------
 
-    def set_floors(self, floors: Mapping[str, float]) -> None:
-        """The noise floors that verdicts respect from now on, kept in run.json."""
-        self._floors = dict(floors)
-        self.ledger.run["noise_floor"] = dict(floors)
+    def set_floors(self, calibration: Calibration) -> None:
+        """The noise floors that verdicts respect from now on; run.json has them from its next entry on."""
+        self._floors = calibration.noise_floor
+        self.ledger.run |= {"noise_floor": calibration.noise_floor, "calibration": calibration.record}
 
     def compare(
         self, sides: Mapping[str, Callable[[], T]], observe: Callable[[Rounds[T]], Mapping[str, Observed]]
@@ -192,11 +204,25 @@ class Session:
         """
 
         def settled(rounds: Rounds[T]) -> bool:
-            return all(judge(CLAIMS[i], seen, self.setting).word is not Word.INCONCLUSIVE for i, seen in observe(rounds).items())
+            return all(
+                judge(CLAIMS[i], seen, self.setting).word is not Word.INCONCLUSIVE
+                for i, seen in observe(rounds).items()
+            )
 
         rounds = interleave(sides, settled, self.budget_s, disturbance=self.disturbance)
         observed = {i: _noted(seen, rounds.note) for i, seen in observe(rounds).items()}
         return Compared(rounds, observed)
+
+    def compare_in_turn(
+        self, requests: Mapping[str, Request], observe: Callable[..., Mapping[str, Observed]]
+    ) -> Compared[dict[str, Run]]:
+        """As `compare`, of requests that are served step by step in turn; `observe` takes each request's runs by name."""
+        from benchmarks.phases import runs_in_turn
+
+        def seen(rounds: Rounds[dict[str, Run]]) -> Mapping[str, Observed]:
+            return observe(**{name: [runs[name] for runs in rounds["all"]] for name in requests})
+
+        return self.compare({"all": lambda: runs_in_turn(requests, self.clock)}, seen)
 
     def disturbance(self) -> str | None:
         """Why the round just measured can't be trusted, None when it can or nobody can tell."""
@@ -214,16 +240,21 @@ class Session:
         self.ledger.verdict(verdict)
         return verdict
 
-    def known_floors(self) -> Mapping[str, float] | None:
-        """Noise floors of an earlier calibration in the report folder, None unless it was of this machine and rig."""
+    def known_floors(self) -> Calibration | None:
+        """The calibration of the run before, from the report folder, None unless it was of this machine and rig."""
+        before = self.ledger.previous_path if self.ledger.begun else self.ledger.path
         try:
-            run = json.loads(self.ledger.path.read_text(encoding="utf-8"))
-            same = all(run["machine"][k] == self.machine[k] for k in ("name", "driver")) and run["rig"] == self.rig.record
-            calibration = run["calibration"] if same else {}
-            floors = {str(k): float(v["floor"]) for k, v in calibration.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # an earlier report that can't be read calibrates nothing; this run measures its own
-        return floors if floors and all(0 <= f < 1 for f in floors.values()) else None
+            run = json.loads(before.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # no run before, or none that can be read: this run measures its own
+        return Calibration.of_run(run, self.machine, self.rig.record)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises RigError when a report can't be written to a folder; the folder itself is made with the first figure."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise RigError(f"--report {folder}: {nearest} is not a folder that can be written to; name another")
 
 
 def _leave_a_core() -> None:
@@ -233,8 +264,6 @@ def _leave_a_core() -> None:
     here on 2 cores with one busy neighbour, 48 tokens of the embedded target took 7 times as long with two threads as
     with one.
     """
-    import os
-
     import torch
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
@@ -253,4 +282,4 @@ def _noted(observed: Observed, note: str) -> Observed:
         return observed
     if isinstance(observed, Estimate):
         return observed.noted(note)
-    return {what: replace(estimate, note=note) for what, estimate in observed.items()}
+    return {what: estimate.noted(note) for what, estimate in observed.items()}

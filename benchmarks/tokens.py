@@ -67,7 +67,7 @@ def vacuous(reference: Sequence[int]) -> str | None:
 
 
 def compare(
-    reference: Sequence[int], subject: Sequence[int], gap: "Gap", logit_error: float, *, forced: bool = False
+    reference: Sequence[int], subject: Sequence[int], gap: Gap, logit_error: float, *, forced: bool = False
 ) -> Match:
     """Compare a subject's tokens with the reference's.
 
@@ -77,7 +77,9 @@ def compare(
     otherwise everything after the first difference is another text and is not compared.
     """
     if len(reference) != len(subject):
-        raise ValueError(f"{len(reference)} reference and {len(subject)} subject tokens: lengths are fixed before comparing")
+        raise ValueError(
+            f"{len(reference)} reference and {len(subject)} subject tokens: lengths are fixed before comparing"
+        )
     bound = NEAR_TIE_FACTOR * logit_error
     if not math.isfinite(bound):
         return Match(0, vacuous="the logits are not numbers")

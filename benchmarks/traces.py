@@ -8,6 +8,7 @@ second or more), so it is a call of its own, never inside a wall sample, and of 
 from __future__ import annotations
 
 import re
+import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -130,12 +131,15 @@ def trace(call: Callable[[], object], device: Device) -> Trace:
         raise ValueError(f"traces are of cpu or cuda, not {device}")
     wanted = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if device == "cuda" else set())
     sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    # acc_events: without it some versions of torch warn that a second cycle would clear the events.
     supported = supported_activities()  # type: ignore[no-untyped-call]
-    profiler = profile(activities=wanted & supported, record_shapes=True, acc_events=True)
+    profiler = profile(activities=wanted & supported, record_shapes=True)
     sync()
     try:
-        profiler.start()
+        with warnings.catch_warnings():
+            # Some versions of torch say so at every start; there is one cycle here. To accumulate events instead would
+            # make torch build its own event tree, which takes five times as long as everything else.
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            profiler.start()
     except RuntimeError as error:
         return Trace(None, None, None, (), (), f"the profiler did not start: {str(error).splitlines()[0]}")
     try:

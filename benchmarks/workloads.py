@@ -14,6 +14,9 @@ from benchmarks.nimbusdb import COUNTING_PROMPT, OPEN_PROMPT, PROMPT, QUESTIONS,
 PROMPT_LEN = 37
 """The article's short prompt, in tokens."""
 
+LONG_PROMPT_LEN = {"cuda": 512, "cpu": 128}
+"""A prompt long enough for its prefill to show. The CPU has no launches to hide behind and shows it with fewer."""
+
 PREFIX_LEN = 1484
 """The article's system prompt of 40 policies, in tokens."""
 

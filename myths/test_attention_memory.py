@@ -29,7 +29,9 @@ def row_of(session, table):
 
     def _row(length):
         if length not in table:
-            table[length] = attention.measure_row(length, getattr(torch, session.rig.dtype), session.device, session.clock)
+            table[length] = attention.measure_row(
+                length, getattr(torch, session.rig.dtype), session.device, session.clock
+            )
             session.ledger.cell(attention.cell(table[length], session.rig.reference))
         return table[length]
 
@@ -92,5 +94,7 @@ def test_the_kernel_is_named_by_the_run(session, target, tokenizer, judge):
         state = target.prefill(prompt)
         traces[f"decode, {name}"] = trace(lambda s=state: target.step(s), session.device)
     dtype = getattr(torch, session.rig.dtype)
-    traces["attention alone"] = trace(partial(attention.sdpa, *attention.qkv(1024, dtype, session.device)), session.device)
+    traces["attention alone"] = trace(
+        partial(attention.sdpa, *attention.qkv(1024, dtype, session.device)), session.device
+    )
     judge(attention.kernels_named(traces, session.capability))

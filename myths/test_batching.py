@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import batching, workloads
-from benchmarks.phases import serve
+from benchmarks.phases import Request
 
 
 def test_batching_row(batch_size, session, target, tokenizer, sampled, benchmark):
@@ -19,15 +19,18 @@ def test_batching_row(batch_size, session, target, tokenizer, sampled, benchmark
     for cell in cells:
         session.ledger.cell(cell)
     benchmark.extra_info.update(cells[0].figures)
-    assert cells[0].figures, f"batch {batch_size}: {cells[0].note}"
+    if not cells[0].figures:
+        pytest.fail(f"batch {batch_size}: {cells[0].note or cells[0].unavailable['figures']}", pytrace=False)
 
 
 @pytest.fixture(scope="module")
 def one_and_sixteen(session, target, tokenizer):
     """Batch 1 and batch 16 of 37-token prompts, in turn."""
-    sizes = {name: workloads.equal_rows(tokenizer, n, session.options.new_tokens) for name, n in (("one", 1), ("sixteen", 16))}
-    sides = {name: lambda w=w: serve(target, w, session.clock).run for name, w in sizes.items()}
-    return session.compare(sides, lambda r: batching.sixteen_over_one(r["one"], r["sixteen"]))
+    asked = {
+        name: Request(target, workloads.equal_rows(tokenizer, rows, session.options.new_tokens))
+        for name, rows in (("one", 1), ("sixteen", 16))
+    }
+    return session.compare_in_turn(asked, batching.sixteen_over_one)
 
 
 @pytest.mark.claim("batching.throughput")
@@ -52,11 +55,11 @@ def test_a_token_takes_hardly_longer_for_sixteen(one_and_sixteen, judge):
 
 @pytest.mark.claim("batching.ttft_grows")
 def test_the_first_token_comes_later_for_sixteen_long_prompts(session, target, tokenizer, judge):
-    batches = {
-        name: workloads.equal_rows(tokenizer, n, 1, prompt_len=512) for name, n in (("one", 1), ("sixteen", 16))
+    asked = {
+        name: Request(target, workloads.equal_rows(tokenizer, rows, 1, workloads.LONG_PROMPT_LEN[session.device]))
+        for name, rows in (("one", 1), ("sixteen", 16))
     }
-    sides = {name: lambda w=w: serve(target, w, session.clock).run for name, w in batches.items()}
-    found = session.compare(sides, lambda r: batching.ttft_grows(r["one"], r["sixteen"]))
+    found = session.compare_in_turn(asked, batching.ttft_grows)
     judge(found.observed["batching.ttft_grows"])
 
 
@@ -68,4 +71,4 @@ def test_sixteen_chats_cost_little_memory(session, target, tokenizer, judge):
 
 @pytest.mark.claim("batching.same_tokens")
 def test_a_row_says_the_same_among_fifteen_others(session, target, tokenizer, judge):
-    judge(batching.same_tokens(target, workloads.unequal_rows(tokenizer, 16, session.options.new_tokens)))
+    judge(batching.same_tokens(target, workloads.unequal_rows(tokenizer, 16, session.options.new_tokens // 3)))

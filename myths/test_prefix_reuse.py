@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import prefix, workloads
-from benchmarks.phases import Prompt, StoredPrefix, serve
+from benchmarks.phases import Prompt, StoredPrefix
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,6 @@ def requests(session, tokenizer, system_prompt):
     return [prefix.hit(tokenizer, system_prompt, q, session.options.new_tokens) for q in session.options.all_suffixes]
 
 
-@pytest.fixture(scope="module")
-def full_and_cached(session, target, stored, requests):
-    """The same request with and without the cache, in turn."""
-    sides = {
-        "full": lambda: serve(target, requests[0].full, session.clock).run,
-        "cached": lambda: serve(target, requests[0].suffix, session.clock, stored.take).run,
-    }
-    return session.compare(sides, lambda r: prefix.full_over_cached(r["full"], r["cached"]))
-
-
 def test_prefix_row(suffix_number, session, target, stored, requests, sampled, benchmark):
     cells = prefix.rows(
         target, stored, requests[suffix_number], session.clock, session.rig.reference, sampled, str(suffix_number)
@@ -47,17 +37,19 @@ def test_prefix_row(suffix_number, session, target, stored, requests, sampled, b
         session.ledger.cell(cell)
         if cell.phase == "row":
             benchmark.extra_info[cell.id] = dict(cell.figures)
-    assert all(cell.wall_s for cell in cells)
 
 
 @pytest.mark.claim("prefix.prefill_1484")
-def test_a_cached_prefix_makes_prefill_several_times_faster(full_and_cached, judge):
-    judge(full_and_cached.observed["prefix.prefill_1484"])
+def test_a_cached_prefix_makes_prefill_several_times_faster(session, target, stored, tokenizer, system_prompt, judge):
+    first_token = prefix.hit(tokenizer, system_prompt, session.options.all_suffixes[0], 1)
+    found = session.compare_in_turn(prefix.both_ways(target, stored, first_token), prefix.prefill_ratio)
+    judge(found.observed["prefix.prefill_1484"])
 
 
 @pytest.mark.claim("prefix.not_free")
-def test_the_cached_request_still_costs_most_of_the_full_one(full_and_cached, judge):
-    judge(full_and_cached.observed["prefix.not_free"])
+def test_the_cached_request_still_costs_most_of_the_full_one(session, target, stored, requests, judge):
+    found = session.compare_in_turn(prefix.both_ways(target, stored, requests[0]), prefix.request_ratio)
+    judge(found.observed["prefix.not_free"])
 
 
 @pytest.mark.claim("prefix.prefill_device_bound")
@@ -66,9 +58,9 @@ def test_a_long_enough_prefix_is_worth_caching_on_any_card(session, target, syst
 
 
 @pytest.mark.claim("prefix.decode_unchanged")
-def test_decode_takes_the_same_time_after_either_prefill(session, target, stored, requests, judge):
-    sides = {"both": lambda: prefix.decode_pair(target, stored, requests[0], session.clock)}
-    found = session.compare(sides, lambda r: {"prefix.decode_unchanged": prefix.decode_ratio(r["both"])})
+def test_decode_takes_the_same_time_after_either_prefill(session, target, stored, tokenizer, system_prompt, judge):
+    short = prefix.hit(tokenizer, system_prompt, session.options.all_suffixes[0], prefix.PAIR_LEN)
+    found = session.compare_in_turn(prefix.both_ways(target, stored, short), prefix.decode_ratio)
     judge(found.observed["prefix.decode_unchanged"])
 
 
@@ -83,8 +75,8 @@ def test_one_changed_word_ends_the_match(session, tokenizer, judge):
 
 
 @pytest.mark.claim("prefix.timestamp_first")
-def test_a_timestamp_belongs_at_the_end(session, tokenizer, judge):
-    judge(prefix.timestamp(tokenizer, session.options.prefix_len))
+def test_a_timestamp_belongs_at_the_end(tokenizer, judge):
+    judge(prefix.timestamp(tokenizer))
 
 
 @pytest.mark.claim("prefix.built_once")

@@ -208,7 +208,7 @@ def test_memory_liars_are_refuted() -> None:
 
 
 def test_a_liar_whose_time_is_linear_is_refuted() -> None:
-    claim, rounds = CLAIMS["attention.time_quadratic"], range(9)
+    claim, rounds = CLAIMS["attention.time_quadratic"], range(10)
     quadratic = paired_ratio([3.9e-4 + n * 1e-6 for n in rounds], [1e-4 + n * 1e-7 for n in rounds])
     linear = paired_ratio([2.0e-4 + n * 1e-6 for n in rounds], [1e-4 + n * 1e-7 for n in rounds])
     assert judge(claim, quadratic).word is Word.HOLDS

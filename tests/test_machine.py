@@ -499,7 +499,7 @@ def test_rounds_under_a_throttled_clock_are_measured_again() -> None:
         return float(n)
 
     with Sensors(H200, driver) as sensors:
-        rounds = interleave({"a": side}, lambda _: True, 60.0, disturbance=sensors.disturbance, max_rounds=9)
+        rounds = interleave({"a": side}, lambda _: False, 60.0, disturbance=sensors.disturbance, max_rounds=9)
     assert rounds.disturbed == {"software thermal slowdown": 1}
     assert 3.0 not in rounds["a"]
     assert len(rounds) == 9

@@ -1,0 +1,13 @@
+"""What all tests of the harness share."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+
+# The first example of a property may import a library, and this machine may be busy: no deadline says anything here.
+settings.register_profile("harness", deadline=None, max_examples=50)
+settings.load_profile("harness")
+
+# With a thread on every core each operation of a tiny model waits for whichever core something else keeps busy.
+torch.set_num_threads(1)
