@@ -18,7 +18,7 @@ myths-without-clock: $(READY)
 	$(VENV)/bin/python -m pytest myths -v -m "not timing" $(ARGS)
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest tests $(ARGS)
+	$(VENV)/bin/python -m pytest tests -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -76,6 +76,7 @@ def no_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("COLUMNS", "200")  # so that a line is a line
+        patch.delenv("PYTEST_XDIST_WORKER", raising=False)  # the run within is no worker of the run around it
         yield
 
 
