@@ -343,8 +343,9 @@ def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observe
 def sampled(benchmark: Any) -> Callable[[Callable[[], Any], Callable[[], object]], list[Any]]:
     """Calls a measurement twice under pytest-benchmark's clock, after a warm-up, and gives back what it returned.
 
-    Twice, since a row is there to be read: what a verdict rests on has rounds of its own, as many as it needs. Claims and cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled
-    (the call is then made once).
+    Twice, since a row is there to be read: what a verdict rests on has rounds of its own, as many as it needs. Claims and
+    cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled (the call is
+    then made once).
     """
 
     def _sampled(call: Callable[[], Any], warm_up: Callable[[], object]) -> list[Any]:

@@ -7,6 +7,7 @@ watches single rounds. Everything the driver knows comes through NVML (nvidia-ml
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -173,10 +174,9 @@ class Sensors:
         self.blind = "the sensors are not open"
         if self.nvml is not None and self._started:
             self._started = False
-            try:
+            # A driver that went away under us leaves nothing to close, and a run is not lost for it.
+            with contextlib.suppress(self.nvml.NVMLError):
                 self.nvml.nvmlShutdown()
-            except self.nvml.NVMLError:
-                pass  # the driver went away under us: there is nothing left to close, and a run is not lost for it
 
     def _find(self, nvml: Any) -> None:
         """The card's handle by UUID, as a whole card or as a MIG slice, else by its place on the PCI bus."""

@@ -583,7 +583,7 @@ def test_a_card_has_our_context_before_its_processes_are_listed(monkeypatch: pyt
 
 def test_a_card_that_is_not_there_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", a_torch_with_one_t4([]))
-    with pytest.raises(RuntimeError, match="no card 'cuda:1': torch 2.13.0 sees 1; on a CPU use device 'cpu'"):
+    with pytest.raises(RuntimeError, match=r"no card 'cuda:1': torch 2\.13\.0 sees 1; on a CPU use device 'cpu'"):
         record("cuda:1", nvml=None)
 
 
