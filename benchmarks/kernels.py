@@ -404,7 +404,7 @@ class FusedOps:
         kind = self._kinds[id(projection)]
         out_len = projection.weight.shape[0] // (2 if is_gated else 1)
         out = x.new_empty(n_rows, out_len)
-        pdl = self.tuning.overlap
+        pdl = self._overlaps(n_rows)
         if n_rows == 1:
             tile = self.tuning.one_row[kind]
             _one_row[(triton.cdiv(out_len, tile.rows),)](
@@ -424,9 +424,14 @@ class FusedOps:
         )  # fmt: skip
         return out
 
+    def _overlaps(self, n_rows: int) -> bool:
+        """Whether a kernel may start beside the one before it. With several rows it takes the other's place instead: on an
+        H200 a step of one row took 1.14 ms with and 1.24 without, of 16 rows 2.15 with and 1.74 without."""
+        return self.tuning.overlap and n_rows == 1
+
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
-        pdl = self.tuning.overlap
+        pdl = self._overlaps(x.shape[0])
         width = x.shape[1]
         block = triton.next_power_of_2(width)
         _rms_norm[(x.shape[0],)](
@@ -443,7 +448,7 @@ class FusedOps:
         splits = self._splits(batch_size * kv_heads, cache_len)
         out = qkv.new_empty(qkv.shape[0], decoder.heads * head_dim)
         n_parts = batch_size * kv_heads * splits * queries
-        pdl = self.tuning.overlap
+        pdl = self._overlaps(qkv.shape[0])
         _attend[(batch_size * kv_heads, splits)](
             qkv, decoder.cos, decoder.sin, keys, values, lengths,
             self._floats("mixed", n_parts * head_dim), self._floats("best", n_parts), self._floats("weight", n_parts),
@@ -464,7 +469,7 @@ class FusedOps:
         n_rows, vocab_size = logits.shape
         block = 4096
         parts = triton.cdiv(vocab_size, block)
-        pdl = self.tuning.overlap
+        pdl = self._overlaps(n_rows)
         _choose[(n_rows, parts)](
             logits, self._floats("top logit", n_rows * parts), self._ints("top token", n_rows * parts),
             self._ints("rows arrived", n_rows), choices, lengths,
