@@ -430,10 +430,14 @@ _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
 
 
 def _scale(kind: str, values: Iterable[float | None]) -> tuple[float, str]:
-    """The unit that suits the largest of the values: how many of ours it holds, and its name."""
+    """The unit that suits the largest of the values: how many of ours it holds, and its name.
+
+    Bytes take the unit of the middle value: they range over factors of thousands, and 0.75 MiB is no reading in GiB.
+    """
     if kind not in _SCALES:
         return 1.0, ""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    sizes = sorted(abs(value) for value in values if value is not None) or [0.0]
+    largest = sizes[len(sizes) // 2] if kind == "bytes" else sizes[-1]
     return next((scale for scale in _SCALES[kind] if largest >= scale[0]), _SCALES[kind][-1 if largest else 0])
 
 
