@@ -163,14 +163,16 @@ def a_a(
         return all(map(_quiet_enough, observe(seen).values()))
 
     sides = {"A": side, "again": side}
-    return observe(interleave(sides, settled, budget_s, disturbance=disturbance, max_rounds=rounds))
+    return observe(
+        interleave(sides, settled, budget_s, disturbance=disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
+    )
 
 
 def _in_turn(
     engine: EagerEngine, workload: workloads.Workload, session: Session, budget_s: float, rounds: int
 ) -> dict[str, Floor | str]:
     """The floors of prefill and decode of two equal requests served in turn: far lower than of one after the other."""
-    from benchmarks.phases import Request, runs_in_turn
+    from benchmarks.phases import Request, in_turn
     from benchmarks.runs import ratio
 
     asked = {"A": Request(engine, workload), "again": Request(engine, workload)}
@@ -185,8 +187,10 @@ def _in_turn(
     def settled(seen: Rounds[dict[str, Run]]) -> bool:
         return all(map(_quiet_enough, observe(seen).values()))
 
-    pair = {"both": lambda: runs_in_turn(asked, session.clock)}
-    return observe(interleave(pair, settled, budget_s, disturbance=session.disturbance, max_rounds=rounds))
+    pair = {"both": in_turn(asked, session.clock)}
+    return observe(
+        interleave(pair, settled, budget_s, disturbance=session.disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
+    )
 
 
 def _quiet_enough(found: Floor | str) -> bool:

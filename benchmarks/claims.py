@@ -8,7 +8,7 @@ a difference smaller than this machine's noise floor is never claimed, and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
@@ -193,11 +193,12 @@ def _raw(observed: Estimate) -> str:
 class Setting:
     """Where a claim is judged: what is lacking here (by need, with the reason), the noise floors, and a description.
 
-    `lacks` maps a need ("cuda", "trained", ...) to why it isn't met; `floors` a metric to its relative noise floor.
+    `lacks` maps a need ("cuda", "trained", ...) to why it isn't met; `floors` a metric to its relative noise floor, and a
+    claim whose metric is missing there is not decided. None: a setting without noise, as in a calculation.
     """
 
     lacks: Mapping[str, str] = field(default_factory=dict)
-    floors: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[str, float] | None = None
     description: str = ""
 
     def why_not(self, claim: Claim) -> str | None:
@@ -217,10 +218,12 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
         observed = {claim.bounds[0].what: observed}
     if set(observed) != {b.what for b in claim.bounds}:
         raise KeyError(f"{claim.id} is judged by {[b.what for b in claim.bounds]}, observed were {list(observed)}")
-    floor, unknown = 0.0, []
-    if claim.noise is not None:
+    floor = 0.0
+    if claim.noise is not None and setting.floors is not None:
+        if claim.noise not in setting.floors:
+            unknown = f"the noise floor of {claim.noise} is not known here: run `python -m benchmarks calibrate`"
+            observed = {what: replace(seen, problem=seen.problem or unknown) for what, seen in observed.items()}
         floor = setting.floors.get(claim.noise, 0.0)
-        unknown = [f"noise floor of {claim.noise} not known here"] * (claim.noise not in setting.floors)
     parts = tuple(
         Part(b.what, b.required, b.unit, b.verdict(observed[b.what].widened(floor)), observed[b.what])
         for b in claim.bounds
@@ -229,7 +232,7 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
     word = next(w for w in (Word.REFUTED, Word.INCONCLUSIVE, Word.HOLDS) if w in words)
     notes = dict.fromkeys(p.observed.note for p in parts if p.observed.note)
     problems = dict.fromkeys(p.observed.problem for p in parts if p.observed.problem)
-    reason = "; ".join([*problems, *notes, *unknown])
+    reason = "; ".join([*problems, *notes])
     if word is Word.INCONCLUSIVE and not problems:
         straddles = f"the interval, widened by this machine's noise floor of {floor:.2%}," if floor else "the interval"
         reason = "; ".join(filter(None, (f"{straddles} straddles the limit", reason)))

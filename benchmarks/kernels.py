@@ -5,9 +5,9 @@ full: weights stream through in wide rows, everything else (norm, bias, activati
 batch 1 a projection is a sum of products in float32; up to FEW_ROWS rows it is a narrow matrix product; beyond that
 cuBLAS takes over.
 
-Kernels overlap on cards of compute capability 9.0 and up (programmatic dependent launch): a kernel starts while the one
-before it ends, loads its weights, and only then waits for its input. Every kernel waits before it reads anything that
-the step computes, and before it writes anything.
+At one row kernels overlap on cards of compute capability 9.0 and up (programmatic dependent launch): a kernel starts
+while the one before it ends, loads its weights, and only then waits for its input. Every kernel waits before it reads
+anything that the step computes, and before it writes anything.
 
 Importing this module needs Triton, which CUDA builds of torch bring along.
 """
@@ -92,12 +92,9 @@ def _one_row(
 def _few_rows(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, n_rows,
     OUT: tl.constexpr, IN: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    MEMBERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MEMBERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T for up to MEMBERS rows of x, already normalised; ROWS outputs a program."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     member = tl.arange(0, MEMBERS)
     real = row < OUT
@@ -335,7 +332,7 @@ FEW_ROWS_TILES: Mapping[str, Tile] = {
 class Tuning:
     """What was found best by measuring, and may differ from card to card.
 
-    `overlap` is programmatic dependent launch. `splits` is the most parts that a cache is attended to in, `block` the
+    `overlap` is programmatic dependent launch, of one row only. `splits` is the most parts that a cache is attended to in, `block` the
     slots a part takes at a time.
     """
 
@@ -404,8 +401,8 @@ class FusedOps:
         kind = self._kinds[id(projection)]
         out_len = projection.weight.shape[0] // (2 if is_gated else 1)
         out = x.new_empty(n_rows, out_len)
-        pdl = self._overlaps(n_rows)
         if n_rows == 1:
+            pdl = self._overlaps(n_rows)
             tile = self.tuning.one_row[kind]
             _one_row[(triton.cdiv(out_len, tile.rows),)](
                 x, norm.weight if norm else None, projection.weight, projection.bias, residual, out,
@@ -420,7 +417,7 @@ class FusedOps:
             x, projection.weight, projection.bias, residual, out, n_rows,
             OUT=out_len, IN=x.shape[1], BIAS=projection.bias is not None, RESIDUAL=residual is not None,
             GATED=is_gated, MEMBERS=max(16, triton.next_power_of_2(n_rows)), ROWS=tile.rows, COLUMNS=tile.columns,
-            STAGES=tile.stages, PDL=pdl, num_warps=tile.warps, **_launch(pdl),
+            STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,10 +170,19 @@ def serve_in_turn(requests: Sequence[Request], clock: Clock) -> list[Served]:
     ]
 
 
-def runs_in_turn(requests: Mapping[str, Request], clock: Clock) -> dict[str, Run]:
-    """The runs of requests served in turn, by name: one round of a comparison."""
-    served = serve_in_turn(list(requests.values()), clock)
-    return {name: one.run for name, one in zip(requests, served, strict=True)}
+def in_turn(requests: Mapping[str, Request], clock: Clock) -> Callable[[], dict[str, Run]]:
+    """A call that serves the requests in turn and gives their runs by name: one round of a comparison.
+
+    Which request is prefilled first swaps from call to call.
+    """
+    orders = itertools.cycle((list(requests), list(requests)[::-1]))
+
+    def one_round() -> dict[str, Run]:
+        order = next(orders)
+        served = serve_in_turn([requests[name] for name in order], clock)
+        return {name: one.run for name, one in zip(order, served, strict=True)}
+
+    return one_round
 
 
 class StoredPrefix:

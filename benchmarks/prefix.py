@@ -18,9 +18,9 @@ from benchmarks.phases import (
     Request,
     StoredPrefix,
     forced_choices,
+    in_turn,
     logit_error,
     reference,
-    runs_in_turn,
 )
 from benchmarks.rows import Phases, Sampled, served_cells
 from benchmarks.runs import Run, ratio
@@ -182,10 +182,7 @@ def rows(
     name: str,
 ) -> list[Cell]:
     """One suffix of the prefix table: the request with a full prefill and with a cached one, and their phases."""
-
-    def both() -> dict[str, Run]:
-        return runs_in_turn(both_ways(engine, prefix, request), clock)
-
+    both = in_turn(both_ways(engine, prefix, request), clock)
     pairs = sampled(both, both)
     made = []
     for side, workload, take in (("full", request.full, lambda: None), ("cached", request.suffix, prefix.take)):

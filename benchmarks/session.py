@@ -217,12 +217,12 @@ class Session:
         self, requests: Mapping[str, Request], observe: Callable[..., Mapping[str, Observed]]
     ) -> Compared[dict[str, Run]]:
         """As `compare`, of requests that are served step by step in turn; `observe` takes each request's runs by name."""
-        from benchmarks.phases import runs_in_turn
+        from benchmarks.phases import in_turn
 
         def seen(rounds: Rounds[dict[str, Run]]) -> Mapping[str, Observed]:
             return observe(**{name: [runs[name] for runs in rounds["all"]] for name in requests})
 
-        return self.compare({"all": lambda: runs_in_turn(requests, self.clock)}, seen)
+        return self.compare({"all": in_turn(requests, self.clock)}, seen)
 
     def disturbance(self) -> str | None:
         """Why the round just measured can't be trusted, None when it can or nobody can tell."""

@@ -107,6 +107,7 @@ def interleave(
     *,
     now: Callable[[], float] = time.perf_counter,
     disturbance: Callable[[], str | None] = lambda: None,
+    min_rounds: int = 1,
     max_rounds: int = LAST_LOOK,
 ) -> Rounds[T]:
     """Measure all sides once a round, in alternating order (A B, B A, ...), until `settled` or the budget ends.
@@ -115,7 +116,8 @@ def interleave(
     call of a shape pays for kernels, autotuning and caches. `settled` is asked only after 5, 10, 20, 40, ... rounds:
     asking after every round would find an accident sooner or later. `disturbance` is asked after every round; where it
     names a reason the round is measured again, as often as there are rounds wanted for the first look and no more.
-    `budget_s` counts from the first measured round; the round under way is finished, so one round is always there.
+    `budget_s` counts from the first measured round; the round under way is finished, and `min_rounds` are made however
+    long they take.
     Raises ValueError when there are no sides.
     """
     if not sides:
@@ -143,8 +145,8 @@ def interleave(
                     rounds.stopped = "settled"
                     return rounds
             if now() - start > budget_s:
-                if len(rounds):
+                if len(rounds) >= min_rounds:
                     rounds.stopped = "budget"
                     return rounds
-                repeats_left = 0  # out of time and nothing kept: keep the next one, marked
+                repeats_left = 0  # out of time and too few kept: keep the next ones, marked
     return rounds

@@ -238,6 +238,9 @@ def test_a_run_that_can_not_be_read_is_moved_aside(tmp_path: Path, content: byte
 def test_a_verdict_of_the_session_respects_the_floor(tmp_path: Path) -> None:
     suite = session(tmp_path)
     seen = paired_ratio([1.04, 1.05, 1.06] * 10, [1.0] * 30)
+    assert suite.judge("batching.nobody_gets_sixteenth", seen).word is Word.INCONCLUSIVE, "nothing is calibrated yet"
+    quiet = Floor("decode_wall", 0.01, 40, 1.0, 0.99, 1.01, 0.05)
+    suite.set_floors(Calibration({"decode_wall": quiet}))
     assert suite.judge("batching.nobody_gets_sixteenth", seen).word is Word.HOLDS
     wide = Floor("decode_wall", 0.2, 40, 1.0, 0.85, 1.2, 0.05)
     suite.set_floors(Calibration({"decode_wall": wide}))

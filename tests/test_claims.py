@@ -111,10 +111,13 @@ def test_a_difference_smaller_than_the_noise_floor_is_not_claimed() -> None:
     assert "noise floor of 10.00%" in verdict.line
 
 
-def test_a_claim_on_a_clock_without_a_known_noise_floor_says_so() -> None:
+def test_a_claim_on_a_clock_is_not_decided_where_its_noise_floor_is_unknown() -> None:
     seen = paired_ratio([3.0] * 20, [1.0] * 20)
-    assert "noise floor of wall not known here" in judge(AT_LEAST, seen).line
-    assert "not known" not in judge(AT_LEAST, seen, floor(0.01)).line
+    unknown = judge(AT_LEAST, seen, Setting(floors={"another metric": 0.01}))
+    assert unknown.word is Word.INCONCLUSIVE
+    assert "noise floor of wall is not known here: run `python -m benchmarks calibrate`" in unknown.line
+    assert judge(AT_LEAST, seen, floor(0.01)).word is Word.HOLDS
+    assert judge(AT_LEAST, seen).word is Word.HOLDS, "a calculation has no machine and no noise"
 
 
 @pytest.mark.parametrize("low", [math.nan, -math.inf])

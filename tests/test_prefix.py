@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import nimbusdb, prefix
 from benchmarks.claims import CLAIMS, Word
-from benchmarks.phases import Prompt, StoredPrefix, runs_in_turn
+from benchmarks.phases import Prompt, StoredPrefix, in_turn
 from benchmarks.prefix import Hit
 from benchmarks.runs import Run
 from benchmarks.session import Compared, Session
@@ -33,7 +33,8 @@ def full_and_cached(pretend: Pretend) -> dict[str, Any]:
 def runs(pretend: Pretend) -> dict[str, list[Run]]:
     asked = prefix.both_ways(pretend.engine, StoredPrefix(pretend.engine, PREFIX), REQUEST)
     with quiet():
-        rounds = [runs_in_turn(asked, pretend.time.clock) for _ in range(ROUNDS)]
+        one_round = in_turn(asked, pretend.time.clock)
+        rounds = [one_round() for _ in range(ROUNDS)]
     return {side: [round[side] for round in rounds] for side in asked}
 
 

@@ -113,6 +113,12 @@ def test_the_budget_ends_the_rounds_and_says_so() -> None:
     assert rounds.note == "the budget ended after 3 rounds"
 
 
+def test_rounds_that_must_be_made_are_made_however_long_they_take() -> None:
+    device = Device()
+    rounds = interleave({"a": timed(device, 1.0)}, never, 2.0, now=lambda: device.now_s, min_rounds=7)
+    assert (len(rounds), rounds.stopped) == (7, "budget")
+
+
 LIMIT = Claim("synthetic.limit", "", (Bound("ratio", "a limit", at_least=1.0),))
 
 
