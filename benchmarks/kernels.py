@@ -332,8 +332,8 @@ FEW_ROWS_TILES: Mapping[str, Tile] = {
 class Tuning:
     """What was found best by measuring, and may differ from card to card.
 
-    `overlap` is programmatic dependent launch, of one row only. `splits` is the most parts that a cache is attended to in, `block` the
-    slots a part takes at a time.
+    `overlap` is programmatic dependent launch, of one row only. `splits` is the most parts that a cache is attended to
+    in, `block` the slots a part takes at a time.
     """
 
     most_rows: int

@@ -189,10 +189,12 @@ def projection_errors(bench: Bench, n_rows: int) -> dict[str, float]:
     assert isinstance(layer.gate_up, Dense)
     assert isinstance(layer.down, Dense)
     generator = torch.Generator(device=device).manual_seed(1)
-    like = {"device": device, "generator": generator}
-    x = torch.randn(n_rows, layer.qkv.weight.shape[1], **like).to(bench.decoder.embedding.dtype)
-    residual = torch.randn(x.shape, **like).to(x.dtype)
-    hidden = torch.randn(n_rows, layer.down.weight.shape[1], **like).to(x.dtype)
+
+    def drawn(width: int) -> torch.Tensor:
+        values = torch.randn(n_rows, width, device=device, generator=generator)
+        return values.to(bench.decoder.embedding.dtype)
+
+    x, residual, hidden = (drawn(p.weight.shape[1]) for p in (layer.qkv, layer.qkv, layer.down))
     pairs = {
         "qkv": (ops.norm_linear(x, layer.attention_norm, layer.qkv), wide(layer.qkv, x, layer.attention_norm)),
         "gate_up": (ops.norm_gated(x, layer.mlp_norm, layer.gate_up), gated(wide(layer.gate_up, x, layer.mlp_norm))),
@@ -297,7 +299,7 @@ def kernels(bench: Bench) -> None:
         "head": bench.decoder.head,
     }
     weight_bytes = {k: p.weight.numel() * p.weight.element_size() for k, p in parts.items() if isinstance(p, Dense)}
-    for batch_size, overlap in ((1, False), (1, best.overlap), (16, False)):
+    for batch_size, overlap in dict.fromkeys(((1, False), (1, best.overlap), (16, False))):
         engine = bench.engine(bench.fused(batch_size, replace(best, overlap=overlap)), batch_size)
         order = kernel_order(len(bench.decoder.layers), batch_size)
         took_us = step_us(engine)
@@ -312,7 +314,7 @@ def kernels(bench: Bench) -> None:
 
 def _replayed(engine: GraphEngine) -> list[tuple[int, int]]:
     """Begin and end, in ns, of each kernel of the last of three replays under the profiler."""
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with torch.inference_mode():
@@ -324,7 +326,7 @@ def _replayed(engine: GraphEngine) -> list[tuple[int, int]]:
         for _ in range(3):
             replay()
         torch.cuda.synchronize()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiled.profiler.kineto_results.events()
     on_card = [e for e in events if e.device_type() != DeviceType.CPU and "Sync" not in e.name()]
     spans = sorted((e.start_ns(), e.end_ns()) for e in on_card)
     return spans[len(spans) // 3 * 2 :]
@@ -332,16 +334,8 @@ def _replayed(engine: GraphEngine) -> list[tuple[int, int]]:
 
 # Tuning --------------------------------------------------------------------------------------------------------------
 
-ONE_ROW_TILES = [
-    (2, 512, 2),
-    (8, 512, 2),
-    (4, 512, 4),
-    (4, 1024, 4),
-    (2, 1024, 4),
-    (4, 2048, 8),
-    (2, 2048, 8),
-    (4, 256, 1),
-]
+ONE_ROW_TILES = [(2, 512, 2), (8, 512, 2), (4, 512, 4), (4, 1024, 4), (2, 1024, 4), (4, 2048, 8), (2, 2048, 8),
+                 (4, 256, 1)]  # fmt: skip
 FEW_ROWS_TILES = [(16, 512, 4, 3), (16, 512, 4, 4), (16, 256, 8, 4), (16, 256, 8, 5), (16, 128, 4, 6), (16, 128, 4, 8),
                   (32, 256, 4, 3), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 4)]  # fmt: skip
 """Rows, columns, warps (and stages) to try for each projection."""
@@ -353,34 +347,27 @@ def tune(bench: Bench, batch_size: int = 1) -> None:
 
     best = Tuning.of(bench.decoder.embedding.device)
     tiles, name = (ONE_ROW_TILES, "one_row") if batch_size == 1 else (FEW_ROWS_TILES, "few_rows")
-    fields = {"splits": (1, 2, 4), "block": (32, 128), "attention_warps": (2, 8), "evict": ("",)}
-    if batch_size == 1:
-        fields["overlap"] = (not best.overlap,)
-    changes: list[tuple[str, Callable[[Tuning], Tuning]]] = [
-        (f"{field_name} {value!r}", lambda t, f=field_name, v=value: replace(t, **{f: v}))
-        for field_name, values in fields.items()
-        for value in values
-    ]
-    for kind in KINDS:
-        for tile in (Tile(*sizes) for sizes in tiles):
-            changes.append(
-                (f"{kind} {astuple(tile)}", lambda t, k=kind, v=tile: replace(t, **{name: {**getattr(t, name), k: v}}))
-            )
+    trials: list[tuple[str, str, Any]] = [("splits", "", n) for n in (1, 2, 4)]
+    trials += [("block", "", 32), ("block", "", 128), ("attention_warps", "", 2), ("attention_warps", "", 8)]
+    trials += [("overlap", "", not best.overlap), ("evict", "", "")] if batch_size == 1 else []
+    trials += [(name, kind, Tile(*sizes)) for kind in KINDS for sizes in tiles]
     started = time.perf_counter()
     best_us = step_us(bench.engine(bench.fused(batch_size, best), batch_size))
     bench.note(f"tune batch {batch_size}, start", best_us)
-    for label, change in changes:
+    for name, kind, value in trials:
+        label = f"tune batch {batch_size}, {kind or name} {astuple(value) if kind else value!r}"
         if time.perf_counter() - started > bench.budget_s:
-            bench.note(f"tune batch {batch_size}, not reached", label)
+            bench.note(label, "not reached in time, nor what follows")
             break
+        changed = replace(best, **{name: {**getattr(best, name), kind: value} if kind else value})
         try:
-            took_us = step_us(bench.engine(bench.fused(batch_size, change(best)), batch_size))
+            took_us = step_us(bench.engine(bench.fused(batch_size, changed), batch_size))
         except Exception as error:  # a tile that the card has no room for is a finding, not an end
-            bench.note(f"tune batch {batch_size}, {label}", f"{type(error).__name__} {str(error)[:100]}")
+            bench.note(label, f"{type(error).__name__} {str(error)[:100]}")
             continue
-        bench.note(f"tune batch {batch_size}, {label}", took_us)
+        bench.note(label, took_us)
         if took_us < best_us - 1:
-            best, best_us = change(best), took_us
+            best, best_us = changed, took_us
     bench.note(f"tune batch {batch_size}, best", {"us": best_us, "tuning": str(best)})
 
 
