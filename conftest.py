@@ -15,6 +15,7 @@ import pytest
 from benchmarks import workloads
 from benchmarks.claims import CLAIMS, Claim, Word
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
+from benchmarks.tables import plain
 from benchmarks.timing import quiet
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _open_session(config: pytest.Config) -> Session:
         )
         session.open()
     except RigError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(plain(error, 500)) from None
     return session
 
 
@@ -201,7 +202,11 @@ def _has_mark(marks: dict[str, bool], name: str, /, **_: object) -> bool:
 
 def _claim_of(item: pytest.Item) -> Claim | None:
     mark = item.get_closest_marker("claim")
-    return CLAIMS[mark.args[0]] if mark else None
+    if mark is None:
+        return None
+    if mark.args[0] not in CLAIMS:
+        raise pytest.UsageError(f"{item.nodeid}: no claim {mark.args[0]!r} in benchmarks/claims.py")
+    return CLAIMS[mark.args[0]]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -284,7 +289,7 @@ def _or_exit() -> Iterator[None]:
     try:
         yield
     except RigError as error:
-        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+        pytest.exit(plain(error, 500), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def _load(session: Session, role: str, precision: str | None = None) -> EagerEngine:

@@ -234,7 +234,10 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
     problems = dict.fromkeys(p.observed.problem for p in parts if p.observed.problem)
     reason = "; ".join([*problems, *notes])
     if word is Word.INCONCLUSIVE and not problems:
-        straddles = f"the interval, widened by this machine's noise floor of {floor:.2%}," if floor else "the interval"
+        floor_decided = any(p.observed.widened(floor) != p.observed for p in parts if p.verdict is word)
+        straddles = "the interval"
+        if floor_decided:
+            straddles += f", widened to this machine's noise floor of {floor:.2%},"
         reason = "; ".join(filter(None, (f"{straddles} straddles the limit", reason)))
     return Verdict(claim, word, parts, reason, setting.description)
 

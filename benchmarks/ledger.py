@@ -21,7 +21,7 @@ class Cell:
     """One measured place of a table: a phase of a station under a workload.
 
     Samples are seconds, one a round. `device_s` is the time that the card was busy, None with the reason in
-    `unavailable`. `bytes` and `figures` are named numbers; `attention` what attention ran, from a trace of the very
+    `unavailable`. `bytes` and `figures` are named numbers; `kernels` what attention ran, from a trace of the very
     call. A None anywhere has its reason in `unavailable`, under the field's name.
     """
 

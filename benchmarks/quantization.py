@@ -81,8 +81,9 @@ def _constants(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     weight = getattr(module, "weight", None)
     quant_state = getattr(weight, "quant_state", None)
     for holder in (weight, getattr(module, "state", None), quant_state, getattr(quant_state, "state2", None)):
-        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, torch.Tensor):
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            # `idx` are the outlier columns of the last int8 call: what was asked last, not what the weights are.
+            if isinstance(value, torch.Tensor) and name != "idx":
                 yield value
 
 

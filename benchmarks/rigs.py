@@ -299,20 +299,22 @@ class Loader:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, self.rig.dtype)
-        options: dict[str, Any] = {"dtype": dtype}
         # In float32, int8 says at every linear of every step that it casts to float16: hundreds of lines a request.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        if precision is not None:
-            options |= {"quantization_config": _bitsandbytes(precision, dtype), "device_map": {"": self.rig.device}}
+        options: dict[str, Any] = {"dtype": dtype}
+        quantized = {"quantization_config": _bitsandbytes(precision, dtype)} if precision else {}
+        on_device = {"device_map": {"": self.rig.device}} if precision else {}
+        from_memory = False  # whether weights are quantized out of a model that is in memory already
         if self.rig.weights == "random":
-            config = self.config(source)
-            model = random_model(config, dtype, self.rig.device)
-            if precision is not None:
-                state = model.state_dict()
-                model = type(model).from_pretrained(None, config=config, state_dict=state, **options)
+            model = random_model(self.config(source), dtype, self.rig.device)
+            from_memory = precision is not None
         else:
             folder = self.folder(source)
-            options |= {"gguf_file": source.gguf} if source.gguf else {}
+            if source.gguf:  # which transformers won't quantize as it reads it
+                options["gguf_file"] = source.gguf
+                from_memory = precision is not None
+            else:
+                options |= quantized | on_device
             try:
                 model, told = AutoModelForCausalLM.from_pretrained(
                     folder, local_files_only=True, output_loading_info=True, **options
@@ -324,6 +326,11 @@ class Loader:
                     f"{source.label} lacks {len(missing)} of its weights, such as {missing[0]}: "
                     "give a --target or --draft with all of them"
                 )
+        if from_memory:
+            state, config = model.state_dict(), self.config(source)
+            model = type(model).from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, **quantized, **on_device
+            )
         if precision is None:
             model.to(self.rig.device)
         model.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from benchmarks.ledger import Cell
 from benchmarks.phases import EagerEngine, Prompt
-from benchmarks.runs import Run
+from benchmarks.runs import CLOCK_STOOD_STILL, Run
 from benchmarks.traces import Trace, allowed_backends, trace
 from benchmarks.workloads import Workload
 
@@ -83,8 +82,8 @@ def served_cells(
     common = {"station": station, "workload": workload.record, "engine": engine.name, "precision": precision}
     row_figures = request_figures(runs) | dict(figures or {})
     row_missing = dict(unavailable or {}) | {"device_s": "of a request only its phases have one, in their own cells"}
-    if not all(b > a for run in runs for a, b in itertools.pairwise((0.0, *run.token_s))):
-        row_figures, row_missing["figures"] = {}, "the clock stood still or ran backwards between two tokens"
+    if not all(run.clock_advanced for run in runs):
+        row_figures, row_missing["figures"] = {}, CLOCK_STOOD_STILL
     made = []
     for phase, walls, traced in (
         ("prefill", tuple(run.ttft_s for run in runs), phases.prefill),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.estimates import Estimate, paired_ratio
+from benchmarks.estimates import Estimate, paired_ratio, unusable
+
+CLOCK_STOOD_STILL = "the clock stood still or ran backwards between two tokens"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Run:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or not self.token_s:
             raise ValueError("a run has at least one row and one token")
+
+    @property
+    def clock_advanced(self) -> bool:
+        """Whether every token came after the one before it, and the first after the submit."""
+        return all(later > earlier for earlier, later in itertools.pairwise((0.0, *self.token_s)))
 
     @property
     def output_len(self) -> int:
@@ -70,15 +78,15 @@ class Run:
         return self.e2e_s / self.batch_size
 
 
-def ratio(
-    name: str,
-    over: Sequence[Run],
-    under: Sequence[Run],
-    names: tuple[str, str],
-    read: Callable[[Run], float] | None = None,
-) -> Estimate:
-    """Paired ratio of a derived figure of two sides' runs: `name` is a property of Run, `read` replaces it."""
-    figure = read or (lambda run: float(getattr(run, name)))
+def ratio(name: str, over: Sequence[Run], under: Sequence[Run], names: tuple[str, str]) -> Estimate:
+    """Paired ratio of a derived figure of two sides' runs: `name` is a property of Run.
+
+    Unusable when the clock of any run stood still or ran backwards between two tokens: then no figure of it is a time.
+    """
+    if not all(run.clock_advanced for run in (*over, *under)):
+        return unusable(CLOCK_STOOD_STILL, len(over))
     return paired_ratio(
-        [figure(r) for r in over], [figure(r) for r in under], (f"{names[0]} {name}", f"{names[1]} {name}")
+        [float(getattr(r, name)) for r in over],
+        [float(getattr(r, name)) for r in under],
+        (f"{names[0]} {name}", f"{names[1]} {name}"),
     )

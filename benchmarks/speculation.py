@@ -221,6 +221,9 @@ def acceptance(pieces: Sequence[Generated]) -> Estimate:
     accepted, drafted = sum(p.accepted for p in pieces), sum(p.drafted for p in pieces)
     if not drafted:
         return unusable("nothing was drafted")
+    if accepted in (0, drafted):
+        which = "none" if not accepted else "all"
+        return unusable(f"{which} of {drafted} drafted tokens were accepted: equal outputs then prove nothing")
     return counted(accepted / drafted, {"accepted": (float(accepted),), "drafted": (float(drafted),)})
 
 
@@ -353,7 +356,7 @@ def draft_row(
         figures=_figures(with_draft)
         | {
             "speed_over_alone": statistics.median(a.wall_s / w.wall_s for a, w, _ in rounds),
-            "acceptance_rate": acceptance([last]).value or 0.0,
+            "acceptance_rate": last.accepted / last.drafted if last.drafted else 0.0,
             "drafted": float(last.drafted),
             "accepted": float(last.accepted),
             "mean_acceptance_length": last.mean_acceptance_length,

@@ -172,7 +172,7 @@ def checked(target: EagerEngine, draft: EagerEngine, prompts: tuple[Ids, ...] = 
     return [speculation.check(target, draft, Workload("tiny", (p,), LENGTH), CLOCK) for p in prompts]
 
 
-def test_the_output_is_the_targets_own_and_liars_and_empty_proofs_are_refuted(
+def test_the_output_is_the_targets_own_and_liars_are_refuted_and_empty_proofs_decide_nothing(
     target: EagerEngine, draft: EagerEngine
 ) -> None:
     claim = CLAIMS["speculation.same_tokens"]
@@ -183,7 +183,8 @@ def test_the_output_is_the_targets_own_and_liars_and_empty_proofs_are_refuted(
     assert "position 0" in one_lie.line and "not a tie" in one_lie.line
     for proof_of_nothing in (EagerEngine(copy.deepcopy(target.model)), never_accepted(target)):
         verdict = judge(claim, speculation.same_tokens(checked(target, proof_of_nothing)))
-        assert [part.verdict for part in verdict.parts] == [Word.HOLDS, Word.REFUTED]
+        assert [part.verdict for part in verdict.parts] == [Word.HOLDS, Word.INCONCLUSIVE]
+        assert "prove nothing" in verdict.line
 
 
 def test_a_lie_in_the_middle_is_found_where_it_is(target: EagerEngine, draft: EagerEngine) -> None:
