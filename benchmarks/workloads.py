@@ -17,6 +17,9 @@ PROMPT_LEN = 37
 LONG_PROMPT_LEN = {"cuda": 512, "cpu": 128}
 """A prompt long enough for its prefill to show. The CPU has no launches to hide behind and shows it with fewer."""
 
+COMPARED_SHARE = {"cuda": 1.0, "cpu": 0.5}
+"""Share of the new tokens that rounds of whole requests generate: on the CPU only claims are judged so that half shows."""
+
 PREFIX_LEN = 1484
 """The article's system prompt of 40 policies, in tokens."""
 

@@ -60,4 +60,11 @@ def test_ratios_pair_the_rounds_and_name_the_samples() -> None:
     found = ratio("e2e_s", slow, fast, ("slow", "fast"))
     assert (found.low, found.value, found.high) == (2, 2, 2)
     assert set(found.raw) == {"slow e2e_s", "fast e2e_s"}
-    assert ratio("gap", slow, fast, ("slow", "fast"), lambda run: run.itl_s[0]).value == 2
+
+
+@pytest.mark.parametrize("token_s", [(1.0, 1.0), (2.0, 1.0), (0.0, 1.0), (1.0, float("nan"))])
+def test_a_clock_that_stands_still_or_runs_backwards_decides_nothing(token_s: tuple[float, ...]) -> None:
+    good, bad = [Run(1, 37, (1.0, 2.0))] * 10, [Run(1, 37, token_s)] * 10
+    for over, under in ((good, bad), (bad, good)):
+        found = ratio("e2e_s", over, under, ("over", "under"))
+        assert found.problem == "the clock stood still or ran backwards between two tokens"
