@@ -26,8 +26,8 @@ class Sampled(Protocol[T]):
 class Phases:
     """One trace of each phase of a workload: a whole prefill, and one decode step after it.
 
-    One is enough for a table: on an H200 three traces of a phase differed by at most 0.4 % of device time, and each
-    takes half a second to collect.
+    One is enough for a table: on an H200 three traces of a phase differed by at most 1 % of device time, and each took
+    about a second to collect.
     """
 
     prefill: Trace

@@ -62,7 +62,7 @@ class Options:
         if self.budget_s is not None and not 0 < self.budget_s < float("inf"):
             raise RigError(f"--budget {self.budget_s} is not a number of seconds above 0")
         for text in (*self.suffixes, self.quant_prompt, self.target or "", self.draft or "", str(self.report)):
-            if not text.isprintable() and "\n" not in text:
+            if not text.replace("\n", "").isprintable():
                 raise RigError(f"an option holds control characters or bytes that are no text: {text[:40]!r}")
         if not self.quant_prompt.strip():
             raise RigError("--quant-prompt is empty; give a question")
