@@ -4,6 +4,7 @@ judged stands in benchmarks/."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,14 +16,18 @@ import pytest
 from benchmarks import workloads
 from benchmarks.claims import CLAIMS, Claim, Word
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
+from benchmarks.servers import SERVE, Plan, ServerError
+from benchmarks.serving import NotServed
+from benchmarks.session import ENGINES, NotCaptured
 from benchmarks.tables import plain
 from benchmarks.timing import quiet
 
 if TYPE_CHECKING:
     from benchmarks.phases import EagerEngine
+    from benchmarks.roofline import Roofline
     from benchmarks.session import Observed, Session
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "gate_plugin"]
 
 MARKS = {
     "gpu": "every myth; with `-m gpu` CUDA is required",
@@ -31,6 +36,8 @@ MARKS = {
     "claim(id)": "the claim of benchmarks/claims.py that this test judges",
 }
 SESSION = pytest.StashKey["Session"]()
+PAGE = pytest.StashKey[str]()
+"""Where the page of the run is, or why there is none."""
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -102,17 +109,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="question put to every precision (default: %(default)r)",
     )
     add(
+        "--engine",
+        default="both",
+        metavar="NAME",
+        help=f"{', '.join(ENGINES)}: on what decode is judged (default: %(default)s; graphs need CUDA)",
+    )
+    add(
+        "--world-size",
+        type=int,
+        metavar="GPUS",
+        help="GPUs over which a model is split or copied (default: all, up to 8)",
+    )
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible server to be judged, such as http://127.0.0.1:8000/v1")
+    add("--endpoint-model", metavar="NAME", help="the model to ask there (default: its only one)")
+    add("--endpoint-key-env", metavar="VAR", help="the environment variable that holds the key for it")
+    add("--serve", metavar="NAME", help=f"start a server here and judge it: {' or '.join(SERVE)}")
+    add(
         "--report",
         type=Path,
         default=Path("reports"),
         metavar="DIR",
-        help="folder for run.json and card.md (default: %(default)s)",
+        help="folder for run.json, card.md and index.html (default: %(default)s)",
     )
     add(
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="rounds a claim may take before it is INCONCLUSIVE (default: 45 with CUDA, else 15)",
+        help="rounds a claim may take before it is INCONCLUSIVE (default: 25 with CUDA, else 15)",
     )
 
 
@@ -134,15 +157,44 @@ def _open_session(config: pytest.Config) -> Session:
                 batch_sizes=option("--batch-sizes"),
                 suffixes=tuple(option("--suffix")),
                 quant_prompt=option("--quant-prompt"),
+                engine=option("--engine"),
+                world_size=option("--world-size"),
                 report=option("--report"),
                 budget_s=option("--budget"),
+                served=_plan(config),
             ),
             "cuda" if _has_cuda() else "cpu",
         )
         session.open()
-    except RigError as error:
+    except (RigError, ServerError) as error:
         raise pytest.UsageError(plain(error, 500)) from None
     return session
+
+
+def _plan(config: pytest.Config) -> Plan | None:
+    """The server that the options ask for. Raises ServerError."""
+    option = config.getoption
+    device = "cuda" if _has_cuda() else "cpu"
+    dtype = option("--dtype")
+    return Plan.of(
+        endpoint=option("--endpoint"),
+        model=option("--endpoint-model"),
+        key_env=option("--endpoint-key-env"),
+        serve=option("--serve"),
+        environ=os.environ,
+        root=config.rootpath,
+        device=device,
+        dtype={"cuda": "float16", "cpu": "float32"}[device] if dtype == "auto" else dtype,
+    )
+
+
+def _server_names(config: pytest.Config) -> tuple[str, ...]:
+    """The servers on which claims are judged; "server" where there is none."""
+    try:
+        plan = _plan(config)
+    except ServerError:
+        plan = None  # refused when the session opens
+    return plan.names if plan else ("server",)
 
 
 def _has_cuda() -> bool:
@@ -215,7 +267,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         for mark, holds in {"gpu": True, "timing": claim.timing, "trained": "trained" in claim.needs}.items():
             if holds:
                 item.add_marker(mark)
-        if claim.timing:
+        if claim.timing and "served" not in claim.needs:  # a server's floors are measured where it is opened
             item.fixturenames.insert(0, "noise_floors")  # before the fixtures that compare sides
     elif "session" in getattr(item, "fixturenames", ()):
         item.add_marker("gpu")
@@ -231,6 +283,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "suffix_number" in metafunc.fixturenames:
         questions = len(workloads.SUFFIXES) + len(metafunc.config.getoption("--suffix"))
         metafunc.parametrize("suffix_number", range(questions))
+    chosen = any(mark.args[0] == "engine_name" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "engine_name" in metafunc.fixturenames and not chosen:
+        names = ENGINES.get(metafunc.config.getoption("--engine"), ("eager",))  # an unknown one is refused later
+        metafunc.parametrize("engine_name", names, scope="module")
+    if "server_name" in metafunc.fixturenames:
+        metafunc.parametrize("server_name", _server_names(metafunc.config), scope="module")
     if "length" in metafunc.fixturenames:
         from benchmarks.attention import lengths
 
@@ -243,18 +301,61 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         "session" in getattr(i, "fixturenames", ()) for i in session.items
     ):
         return
-    session.config.stash[SESSION] = _open_session(session.config)
+    import gate_plugin
+
+    suite = _open_session(session.config)
+    session.config.stash[SESSION] = suite
+    gate_plugin.arm(session, suite)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def _engine_of(item: pytest.Item) -> str:
+    """The engine that a test is about: the one it is parametrised with, else the eager one."""
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec else {}
+    return str(params.get("server_name") or params.get("engine_name", "eager"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """A claim that can't be judged here is skipped with its reason before anything is loaded for it."""
-    claim = _claim_of(item)
+    claim, engine = _claim_of(item), _engine_of(item)
     suite = item.config.stash.get(SESSION, None)
-    if claim and suite and (reason := suite.setting.why_not(claim)):
-        verdict = suite.skip(claim, reason)
+    reason = None
+    if claim and suite:
+        reason = suite.setting(engine).why_not(claim)
+    elif suite and engine != "eager":
+        need = "served" if "server_name" in getattr(item, "fixturenames", ()) else "engine"
+        reason = suite.setting(engine).lacks.get(need)
+    if reason:
+        _not_judged(item, reason)
+        said = f"{claim.id}: {reason}" if claim else reason
+        item.add_marker(pytest.mark.skip(reason=said))  # unlike skip(), says where the test stands
+    with _captured_or_skipped(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _captured_or_skipped(item):
+        return (yield)
+
+
+def _not_judged(item: pytest.Item, reason: str) -> None:
+    """Record the claim of a test, if it has one, as not judged."""
+    claim, suite = _claim_of(item), item.config.stash.get(SESSION, None)
+    if claim and suite:
+        verdict = suite.skip(claim, reason, _engine_of(item))
         item.user_properties.append(("verdict", verdict.line))
-        item.add_marker(pytest.mark.skip(reason=f"{claim.id}: {reason}"))  # unlike skip(), says where the test stands
+
+
+@contextmanager
+def _captured_or_skipped(item: pytest.Item) -> Iterator[None]:
+    """Without a graph engine what rests on it isn't judged, whether a fixture or the test asked for it; eager goes on."""
+    try:
+        yield
+    except (NotCaptured, NotServed) as error:
+        _not_judged(item, str(error))
+        pytest.skip(str(error))
 
 
 # What the myths use ---------------------------------------------------------------------------------------------------
@@ -320,6 +421,18 @@ def nf4(session: Session, target: EagerEngine) -> EagerEngine:
 
 
 @pytest.fixture(scope="session")
+def roofline(session: Session) -> Roofline:
+    """What this machine's memory and arithmetic could do, measured once."""
+    import torch
+
+    from benchmarks import roofline
+
+    measured = roofline.measure(session.device, getattr(torch, session.rig.dtype))
+    session.ledger.note("roofline", measured.record)
+    return measured
+
+
+@pytest.fixture(scope="session")
 def noise_floors(session: Session, target: EagerEngine, tokenizer: workloads.Tokenizer) -> None:
     """What equal things differ by on this machine: from an earlier calibration of it, else from a quick one. Every test
     whose claim rests on a clock stands on this."""
@@ -336,7 +449,7 @@ def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observe
         raise pytest.UsageError(f"{request.node.nodeid} judges nothing: mark it with @pytest.mark.claim(id)")
 
     def _judge(observed: Observed) -> None:
-        verdict = session.judge(claim.id, observed)
+        verdict = session.judge(claim.id, observed, _engine_of(request.node))
         request.node.user_properties.append(("verdict", verdict.line))
         if verdict.word is not Word.HOLDS:
             pytest.fail(verdict.line, pytrace=False)
@@ -353,11 +466,11 @@ def sampled(benchmark: Any) -> Callable[[Callable[[], Any], Callable[[], object]
     then made once).
     """
 
-    def _sampled(call: Callable[[], Any], warm_up: Callable[[], object]) -> list[Any]:
+    def _sampled(call: Callable[[], Any], warm_up: Callable[[], object], rounds: int = 2) -> list[Any]:
         warm_up()
         samples: list[Any] = []
         with quiet():  # once for all rounds, or pytest-benchmark's figures would be those of the garbage collector
-            benchmark.pedantic(lambda: samples.append(call()), rounds=2, iterations=1)
+            benchmark.pedantic(lambda: samples.append(call()), rounds=rounds, iterations=1)
         return samples
 
     return _sampled
@@ -380,6 +493,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return None
 
 
+@pytest.hookimpl(trylast=True)  # below the table of pytest-benchmark: the verdicts are what a reader should end on
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     suite = config.stash.get(SESSION, None)
     if suite is None or not suite.ledger.begun:
@@ -389,6 +503,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("the card")
     for line in card_lines(suite.ledger.run, width=min(100, terminalreporter._tw.fullwidth)):
         terminalreporter.write_line(line)
+    if PAGE in config.stash:
+        terminalreporter.write_line(config.stash[PAGE])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -399,6 +515,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         suite.close()
         if suite.ledger.begun:
             write_card(suite.ledger.run, suite.ledger.folder)
+            _write_page(session.config, suite.ledger.run, suite.ledger.folder / "index.html")
+
+
+def _write_page(config: pytest.Config, run: dict[str, object], path: Path) -> None:
+    """The page is drawn from what run.json keeps already: whatever goes wrong with it is said, and the run stands."""
+    try:
+        from benchmarks.page import write_page
+
+        config.stash[PAGE] = f"page: {plain(write_page([run], path), 200)}"
+    except Exception as error:
+        config.stash[PAGE] = f"no page: {plain(f'{type(error).__name__}: {error}', 300)}"
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

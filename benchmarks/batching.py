@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.estimates import Estimate, counted, unusable
 from benchmarks.ledger import Cell
-from benchmarks.memory import OutOfMemory, attempt, kv_cache_bytes, tensor_bytes, watch_peak
-from benchmarks.phases import EagerEngine, Prompt, Request, decode, forced_choices, logit_error, reference, serve
-from benchmarks.rows import Phases, Sampled, served_cells
+from benchmarks.memory import OutOfMemory, attempt, fits, kv_cache_bytes, tensor_bytes, watch_peak
+from benchmarks.phases import (
+    EagerEngine,
+    Engine,
+    Prompt,
+    Reference,
+    Request,
+    decode,
+    forced_choices,
+    reference,
+    serve,
+    tolerance,
+)
+from benchmarks.roofline import Roofline
+from benchmarks.rows import Phases, Sampled, missing_row, served_cells
 from benchmarks.runs import Run, ratio
 from benchmarks.timing import Clock
-from benchmarks.tokens import compare, share_explained
+from benchmarks.tokens import Tolerance, compare, share_explained
 from benchmarks.workloads import Workload
 
 
@@ -61,26 +75,41 @@ def memory_growth(engine: EagerEngine, one: Workload, sixteen: Workload) -> Mapp
     }
 
 
-def same_tokens(engine: EagerEngine, workload: Workload) -> Estimate:
+@dataclass(frozen=True)
+class Alone:
+    """What each row of a workload says when it is alone on the eager engine, and what rounding explains there."""
+
+    workload: Workload
+    told: tuple[Reference, ...]
+    rounding: Tolerance
+
+    @staticmethod
+    def of(eager: EagerEngine, workload: Workload) -> Alone:
+        told = tuple(reference(eager, prompt, workload.output_len) for prompt in workload.prompts)
+        return Alone(workload, told, tolerance(eager, workload.prompts, told))
+
+
+def same_tokens(engine: Engine[Any], alone: Alone) -> Estimate:
     """Each row of an unequal, left-padded batch against the same row alone, at every position."""
-    alone = [reference(engine, prompt, workload.output_len) for prompt in workload.prompts]
-    error = max(logit_error(engine, prompt, told) for prompt, told in zip(workload.prompts, alone, strict=True))
-    state = engine.prefill(Prompt.of(workload.prompts, engine.device))
-    together = forced_choices(engine, state, alone)
+    state = engine.prefill(Prompt.of(alone.workload.prompts, engine.device))
+    together = forced_choices(engine, state, alone.told)
     return share_explained(
-        [compare(told.tokens, row, told.gap, error, forced=True) for told, row in zip(alone, together, strict=True)]
+        [
+            compare(told.tokens, row.tokens, told.gap, row.distances, alone.rounding, forced=True)
+            for told, row in zip(alone.told, together, strict=True)
+        ]
     )
 
 
 def row(
-    engine: EagerEngine,
+    engine: Engine[Any],
     workload: Workload,
     clock: Clock,
     precision: str,
     sampled: Sampled[Run],
+    roofline: Roofline | None = None,
 ) -> list[Cell]:
     """One row of the batching table and its phases; a batch that doesn't fit is a row that says so."""
-    id = f"batching.{workload.batch_size}"
 
     def request() -> Run:
         return serve(Request(engine, workload), clock).run
@@ -88,23 +117,39 @@ def row(
     # On CUDA the warm-up is a whole request: every step grows the KV cache to a size that the allocator has not given out.
     warm_up = request if engine.device == "cuda" else lambda: engine.prefill(Prompt.of(workload.prompts, "cpu"))
 
+    uncounted = "" if engine.device == "cuda" else "the CPU has no counter of peak bytes"
+    if engine.name != "eager":
+        uncounted = "a static cache is allocated before the request, so the request's peak isn't all it needs"
+
     def measure() -> list[Cell]:
         runs, peak = watch_peak(lambda: sampled(request, warm_up), engine.device)
         return served_cells(
-            id,
+            row_id(workload),
             workload,
             engine,
             precision,
             runs,
-            Phases.of(engine, workload),
-            bytes={"peak": peak + tensor_bytes(engine.model)} if isinstance(peak, int) else {},
-            unavailable={} if isinstance(peak, int) else {"peak": "the CPU has no counter of peak bytes"},
+            Phases.of(engine, workload, roofline=roofline),
+            bytes={"peak": peak + tensor_bytes(engine.model)} if isinstance(peak, int) and not uncounted else {},
+            unavailable={"peak": uncounted} if uncounted else {},
         )
 
-    cells = attempt(measure, engine.device)
+    cells = attempt(measure, engine.device) if _cache_fits(engine, workload) else OutOfMemory()
     if isinstance(cells, OutOfMemory):
-        gone = {"wall_s": cells.reason, "device_s": cells.reason, "figures": cells.reason}
-        return [
-            Cell(id, "batching", "row", workload.record, engine.name, precision, unavailable=gone, note=cells.reason)
-        ]
+        return [missing_row(row_id(workload), workload, engine.name, precision, cells.reason)]
     return cells
+
+
+def _cache_fits(engine: Engine[Any], workload: Workload) -> bool:
+    """Whether the KV cache that a request ends with could be had now. A graph engine has its own already."""
+    if engine.name != "eager":
+        return True
+    tokens = workload.batch_size * (workload.total_len - 1)
+    try:
+        return fits(kv_cache_bytes(engine.model.config, tokens, engine.model.dtype.itemsize), engine.device)
+    except ValueError:  # layers whose cache has another size: the allocator will tell
+        return True
+
+
+def row_id(workload: Workload) -> str:
+    return f"batching.{workload.batch_size}"

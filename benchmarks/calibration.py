@@ -26,7 +26,7 @@ from benchmarks.timing import Rounds, interleave
 
 if TYPE_CHECKING:
     from benchmarks.memory import Device
-    from benchmarks.phases import EagerEngine, State
+    from benchmarks.phases import EagerEngine, Engine, State
     from benchmarks.runs import Run
     from benchmarks.session import Session
 
@@ -169,27 +169,32 @@ def a_a(
 
 
 def _in_turn(
-    engine: EagerEngine, workload: workloads.Workload, session: Session, budget_s: float, rounds: int
+    pair: tuple[Engine[Any], Engine[Any]],
+    figures: Mapping[str, str],
+    workload: workloads.Workload,
+    session: Session,
+    budget_s: float,
+    rounds: int,
 ) -> dict[str, Floor | str]:
-    """The floors of prefill and decode of two equal requests served in turn: far lower than of one after the other."""
+    """The floors of two equal requests served in turn, which are far lower than of one after the other. `figures` maps a
+    metric to the figure of a run that it is about."""
     from benchmarks.phases import Request, in_turn
     from benchmarks.runs import ratio
 
-    asked = {"A": Request(engine, workload), "again": Request(engine, workload)}
+    asked = {name: Request(engine, workload) for name, engine in zip(("A", "again"), pair, strict=True)}
 
     def observe(seen: Rounds[dict[str, Run]]) -> dict[str, Floor | str]:
         first, second = ([runs[name] for runs in seen["both"]] for name in asked)
         return {
-            metric: floor_of(metric, ratio(figure, first, second, ("A", "again")))
-            for metric, figure in (("prefill_wall", "ttft_s"), ("decode_wall", "decode_s"))
+            metric: floor_of(metric, ratio(figure, first, second, ("A", "again"))) for metric, figure in figures.items()
         }
 
     def settled(seen: Rounds[dict[str, Run]]) -> bool:
         return all(map(_quiet_enough, observe(seen).values()))
 
-    pair = {"both": in_turn(asked, session.clock)}
+    both = {"both": in_turn(asked, session.clock)}
     return observe(
-        interleave(pair, settled, budget_s, disturbance=session.disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
+        interleave(both, settled, budget_s, disturbance=session.disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
     )
 
 
@@ -213,9 +218,8 @@ def calibrate(
 ) -> Calibration:
     """The noise floor of every metric, within about `budget_s` seconds.
 
-    Metrics: "prefill_wall" and "decode_wall" of requests at batch 1 served in turn, "request_wall" of whole requests one
-    after the other;
-    on CUDA also "prefill_device" and "decode_device" (profiler traces of a prefill and of a few steps) and
+    Metrics: "prefill_wall" and "decode_wall" of requests at batch 1 served in turn, "graph.decode_wall" and
+    "graph.request_wall" of graph engines when the session judges on them, "request_wall" of whole requests one after the other; on CUDA also "prefill_device" and "decode_device" (profiler traces of a prefill and of a few steps) and
     "attention_device" (4,096 tokens of SDPA). Without `traces` the two that no verdict rests on are left out.
     """
     from benchmarks.phases import Request, serve
@@ -228,11 +232,14 @@ def calibrate(
     measured = partial(a_a, rounds=rounds, disturbance=session.disturbance)
     traces_s, attention_s = (budget_s / 2 * traces, budget_s / 10) if session.device == "cuda" else (0.0, 0.0)
     wall_s = budget_s - traces_s - attention_s
+    pair, figures = (engine, engine), {"prefill_wall": "ttft_s", "decode_wall": "decode_s"}
     if session.device == "cpu" and not traces:
-        found = _in_turn(engine, workload, session, wall_s, rounds)
+        found = _in_turn(pair, figures, workload, session, wall_s, rounds)
         found["request_wall"] = "no claim that a CPU judges rests on it: run `python -m benchmarks calibrate`"
     else:
-        found = _in_turn(engine, workload, session, 0.6 * wall_s, rounds) | measured(request, 0.4 * wall_s)
+        found = _in_turn(pair, figures, workload, session, 0.5 * wall_s, rounds) | measured(request, 0.3 * wall_s)
+    if "graph" in session.engine_names:
+        found |= _graph_floors(engine, workload, session, measured, 0.2 * wall_s, rounds)
     if session.device != "cuda":
         lacking = "the CPU has no time of its own beside the wall's"
         found |= {metric: lacking for metric in ("prefill_device", "decode_device", "attention_device")}
@@ -248,6 +255,34 @@ def calibrate(
         {metric: reason for metric, reason in found.items() if isinstance(reason, str)},
         datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _graph_floors(
+    engine: EagerEngine,
+    workload: workloads.Workload,
+    session: Session,
+    measured: Callable[..., dict[str, Floor | str]],
+    budget_s: float,
+    rounds: int,
+) -> dict[str, Floor | str]:
+    """The floors of decoding by replays and of whole requests, or why there are none."""
+    from benchmarks.phases import Request, serve
+    from benchmarks.session import NotCaptured
+
+    reason = session.setting("graph").lacks.get("engine")
+    try:
+        pair = None if reason else [session.graph(engine, 1, workload.total_len, side) for side in (0, 1)]
+    except NotCaptured as error:
+        pair, reason = None, str(error)
+    if pair is None:
+        return dict.fromkeys(("graph.decode_wall", "graph.request_wall"), reason or "")
+    first, second = pair
+
+    def request() -> dict[str, float]:
+        return {"graph.request_wall": serve(Request(first, workload), session.clock).run.e2e_s}
+
+    decode = _in_turn((first, second), {"graph.decode_wall": "decode_s"}, workload, session, budget_s / 2, rounds)
+    return decode | measured(request, budget_s / 2)
 
 
 def _device_floors(
@@ -357,7 +392,7 @@ def keep(session: Session, calibration: Calibration) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         fits = False  # there is no run, or none that can be read: it is moved aside like any other
     if fits:
-        entries = {key: session.ledger.run[key] for key in ("calibration", "noise_floor")}
+        entries = {key: session.ledger.run[key] for key in ("calibration", "noise_floor", "unavailable")}
         write_json(session.ledger.path, {**run, **entries})
     else:
         session.ledger.note("calibration", calibration.record)

@@ -27,7 +27,10 @@ class Word(StrEnum):
 
 @dataclass(frozen=True)
 class Bound:
-    """One condition on one observed figure. `above` and `below` exclude the limit, `at_least` and `at_most` don't."""
+    """One condition on one observed figure. `above` and `below` exclude the limit, `at_least` and `at_most` don't.
+
+    Raises ValueError for no limit, for two on the same side and for limits that nothing meets.
+    """
 
     what: str
     reason: str
@@ -40,6 +43,13 @@ class Bound:
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.at_least, self.at_most, self.above, self.below)):
             raise ValueError(f"the bound on {self.what} has no limit")
+        if None not in (self.at_least, self.above) or None not in (self.at_most, self.below):
+            raise ValueError(f"the bound on {self.what} has two limits on one side")
+        low = self.at_least if self.at_least is not None else self.above
+        high = self.at_most if self.at_most is not None else self.below
+        excluded = self.above is not None or self.below is not None
+        if low is not None and high is not None and (low > high or (low == high and excluded)):
+            raise ValueError(f"nothing can meet the bound on {self.what}: {self.required}")
 
     def meets(self, value: float) -> bool:
         return (
@@ -67,12 +77,14 @@ class Bound:
 
     @property
     def required(self) -> str:
-        """The condition as a reader writes it: '>= 10x', '0.95x to 1.05x', '= 1'."""
+        """The condition as a reader writes it: '>= 10x', '0.95x to 1.05x', '> 0% and < 100%', '= 1'."""
         low = self.at_least if self.at_least is not None else self.above
         high = self.at_most if self.at_most is not None else self.below
         show = partial(format_figure, unit=self.unit)
         if low is not None and low == high:
             return f"= {show(low)}"
+        if low is not None and self.below is not None:
+            return f"{'>=' if self.above is None else '>'} {show(low)} and < {show(self.below)}"
         if low is not None and high is not None:
             return f"{'> ' if self.above is not None else ''}{show(low)} to {show(high)}"
         if low is not None:
@@ -193,17 +205,24 @@ def _raw(observed: Estimate) -> str:
 class Setting:
     """Where a claim is judged: what is lacking here (by need, with the reason), the noise floors, and a description.
 
-    `lacks` maps a need ("cuda", "trained", ...) to why it isn't met; `floors` a metric to its relative noise floor, and a
-    claim whose metric is missing there is not decided. None: a setting without noise, as in a calculation.
+    `lacks` maps a need ("cuda", "trained", ..., and "engine", which every claim needs) to why it isn't met; `floors` a
+    metric to its relative noise floor, and a claim whose metric is missing there is not decided. None: a setting without noise, as in a calculation.
     """
 
     lacks: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, float] | None = None
     description: str = ""
 
+    def unknown_floor(self, claim: Claim) -> str | None:
+        """Why this claim can't be decided although it can be measured: its metric's noise isn't known. Else None."""
+        if claim.noise is None or self.floors is None or claim.noise in self.floors:
+            return None
+        return f"the noise floor of {claim.noise} is not known here: run `python -m benchmarks calibrate`"
+
     def why_not(self, claim: Claim) -> str | None:
         """The first reason for which this claim can't be judged here, None when it can."""
-        return next((reason for need, reason in self.lacks.items() if need in claim.needs), None)
+        needs = claim.needs | {"engine"}
+        return next((reason for need, reason in self.lacks.items() if need in needs), None)
 
 
 def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Setting = Setting()) -> Verdict:
@@ -220,8 +239,7 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
         raise KeyError(f"{claim.id} is judged by {[b.what for b in claim.bounds]}, observed were {list(observed)}")
     floor = 0.0
     if claim.noise is not None and setting.floors is not None:
-        if claim.noise not in setting.floors:
-            unknown = f"the noise floor of {claim.noise} is not known here: run `python -m benchmarks calibrate`"
+        if unknown := setting.unknown_floor(claim):
             observed = {what: replace(seen, problem=seen.problem or unknown) for what, seen in observed.items()}
         floor = setting.floors.get(claim.noise, 0.0)
     parts = tuple(
@@ -247,6 +265,8 @@ def not_judged(claim: Claim, reason: str, setting: Setting = Setting()) -> Verdi
 
 
 _GPU = frozenset({"cuda"})
+_SERVED = frozenset({"served"})
+_GPUS = frozenset({"cuda", "gpus2"})
 _EQUAL = "equal tokens are equal: exactly in float32, up to proven near ties in half precision"
 
 
@@ -326,7 +346,7 @@ _TABLE = (
     ),
     Claim(
         "prefix.prefill_1484",
-        "a cached 1,484-token prefix makes prefill several times faster",
+        "a cached prefix makes prefill several times faster",
         (Bound("full over cached", "the article's 'several': under half its smaller figure", at_least=3),),
         frozenset(),
         "prefill_wall",
@@ -543,8 +563,283 @@ _TABLE = (
     Claim(
         "speculation.predictable",
         "a predictable text is accepted more often than open text",
-        (Bound("counting less open acceptance", "more is more", above=0.0, unit="%"),),
+        (Bound("counting less open acceptance", "more by more than one check's luck", above=0.0, unit="%"),),
         frozenset({"draft", "trained"}),
+    ),
+    Claim(
+        "bigger_gpu.card_is_idle",
+        "in stock decode the card waits for the host most of the time",
+        (
+            Bound(
+                "idle share",
+                "most is more than half: then no faster card can halve a token's time",
+                above=0.5,
+                unit="%",
+            ),
+        ),
+        _GPU,
+        "decode_wall",
+    ),
+    Claim(
+        "bigger_gpu.software_first",
+        "recording the decode step gains more at batch 1 than a card of twice the bandwidth could",
+        (
+            Bound(
+                "graph's speed-up over a doubled card's",
+                "above 1 the software gains more; the doubled card's is Amdahl's upper bound from the measured busy share",
+                above=1,
+            ),
+        ),
+        _GPU,
+        "decode_wall",
+    ),
+    Claim(
+        "bigger_gpu.bandwidth_is_not_speed",
+        "with the same stock software, x times the T4's bandwidth gives far less than x times its speed",
+        (
+            Bound(
+                "speed ratio over bandwidth ratio",
+                "under half of what was paid for arrives; an H200 with 13x the bandwidth gave 1.3x to 2.2x the speed",
+                below=0.5,
+            ),
+        ),
+        frozenset({"cuda", "article_sizes"}),
+        "decode_wall",
+    ),
+    Claim(
+        "bigger_gpu.memory_bound_when_fed",
+        "a recorded decode step takes longer by the time that memory needs for what it reads",
+        (
+            Bound(
+                "a byte of weights over a copied byte",
+                "the draft's step and the target's: a quarter for the target's further kernels, 3 us each on an H200",
+                at_least=0.75,
+                at_most=1.25,
+            ),
+            Bound(
+                "a byte of KV cache over a copied byte",
+                "16 rows of 256 and of 4,096 positions: a quarter for reading many short rows instead of one long",
+                at_least=0.75,
+                at_most=1.25,
+            ),
+        ),
+        frozenset({"cuda", "article_sizes", "draft"}),
+        "decode_wall",
+    ),
+    Claim(
+        "parallel.tp_not_linear",
+        "splitting every matrix over N GPUs does not make a token N times faster",
+        tuple(
+            Bound(what, f"{why}; the line itself is 100 %", below=1.0, unit="%")
+            for what, why in (
+                ("wall", "speed-up over N, as a user waits"),
+                ("device", "the same with the GPUs' own time, without waiting for hosts"),
+                ("wide, wall", "the same at a shape whose step is mostly reading weights, where splitting pays most"),
+                ("wide, device", "the same there with the GPUs' own time"),
+            )
+        ),
+        _GPUS | {"tensor_plan"},
+        "decode_wall",
+    ),
+    Claim(
+        "parallel.tp_pays_for_sync",
+        "every layer of a split model waits twice for all GPUs, and that is a part of each token's time",
+        (
+            Bound(
+                "all-reduces per layer",
+                "two: attention and MLP each end in a matrix whose columns are split; half for this machine's noise floor",
+                at_least=1.5,
+                at_most=2.5,
+                unit="",
+            ),
+            Bound(
+                "share of the step",
+                "a twentieth of the GPUs' own time: less would hide in noise",
+                at_least=0.05,
+                unit="%",
+            ),
+        ),
+        _GPUS | {"tensor_plan"},
+        "decode_wall",
+    ),
+    Claim(
+        "parallel.tp_memory",
+        "a GPU holds its slices and what stays whole, no more",
+        (Bound("held over predicted", "shapes say what is split; 3 % for padding", at_least=0.97, at_most=1.03),),
+        _GPUS | {"tensor_plan"},
+    ),
+    Claim(
+        "parallel.pp_same_latency",
+        "splitting the layers does not shorten a request, and each stage idles while another works",
+        (
+            Bound("wall", "e2e over one GPU's: the same work in a row; 5 % for scheduling luck", at_least=0.95),
+            Bound("device", "the stages' own time over one GPU's: no work went away", at_least=0.95),
+            Bound(
+                "idle share at one request",
+                "over (stages - 1) / stages, the least there can be; a tenth for clocks that start apart",
+                at_least=0.9,
+            ),
+            Bound(
+                "idle share left",
+                "with four prefills in flight a stage; the formula leaves 20 to 25 % of it, so half is a fix worth having",
+                at_most=0.5,
+            ),
+        ),
+        _GPUS | {"pipeline_plan"},
+        "decode_wall",
+    ),
+    Claim(
+        "parallel.replicas_scale",
+        "N replicas give N times the tokens, and no user waits longer or shorter",
+        (
+            Bound("tokens per second", "over N times one; a tenth for the host and memory they share", at_least=0.9),
+            Bound(
+                "tpot", "the worst replica's over one alone; the same tenth on either side", at_least=0.9, at_most=1.1
+            ),
+        ),
+        _GPUS,
+        "decode_wall",  # replicas can't take turns; what whole requests differ by shows in the interval
+    ),
+    Claim(
+        "parallel.idle_replica_is_idle",
+        "one replica that batches 16 requests gives more tokens than N replicas that don't batch",
+        (Bound("tokens per second", "more is more: the others' GPUs might as well be off", above=1.0),),
+        _GPUS,
+        "decode_wall",
+    ),
+    Claim(
+        "parallel.same_tokens",
+        "a split model says what the whole one says",
+        (_same_tokens("tensor parallel rows explained"), _same_tokens("pipeline rows explained")),
+        _GPUS | {"tensor_plan", "pipeline_plan"},
+    ),
+    Claim(
+        "serving.batching_throughput",
+        "a server gives sixteen users at once many times the tokens per second of one",
+        (
+            Bound(
+                "throughput, 16 users over 1",
+                "a quarter of the ideal 16x: scheduling, Python and the wire take theirs; a vLLM on two CPU cores gave 8x",
+                at_least=4,
+            ),
+        ),
+        _SERVED,
+        "serving_e2e",
+    ),
+    Claim(
+        "serving.batching_latency",
+        "each of sixteen users waits hardly longer than one alone",
+        (
+            Bound(
+                "e2e, 16 users over 1",
+                "twice is where one stranger ahead in a line would do as well; a line of sixteen is 8.5x on average",
+                at_most=2,
+            ),
+        ),
+        _SERVED,
+        "serving_e2e",
+    ),
+    Claim(
+        "serving.server_batches",
+        "the same engine gives sixteen users more when it batches continuously than one at a time",
+        (Bound("throughput, batching over not", "twice is worth a switch of the server", at_least=2),),
+        _SERVED,
+        "serving_e2e",
+    ),
+    Claim(
+        "serving.prefix_ttft",
+        "a prefix that the server has read makes the first token come several times sooner",
+        (Bound("ttft, new over shared prefix", "several, as for a prefix within one process", at_least=3),),
+        _SERVED,
+        "serving_ttft",
+        "6.9x, 11.3x",
+    ),
+    Claim(
+        "serving.prefix_decode_unchanged",
+        "the tokens after the first take as long with a shared prefix as without",
+        (
+            Bound(
+                "tpot, shared over new prefix",
+                "an equivalence: both ends within 10 %, twice what is asked of one process without a wire",
+                at_least=0.9,
+                at_most=1.1,
+            ),
+        ),
+        _SERVED,
+        "serving_tpot",
+    ),
+    Claim(
+        "serving.prefix_one_word",
+        "one word changed in the first sentence, and the server reads the whole prefix again",
+        (Bound("ttft, changed over shared prefix", "what the hit had gained is gone", at_least=3),),
+        _SERVED,
+        "serving_ttft",
+    ),
+    Claim(
+        "serving.prefix_hits_counted",
+        "the server's own counters show the hits of a shared prefix, and none for new prompts",
+        (
+            Bound("hit, shared prefix", "all but the question and a last partial block", at_least=0.8, unit="%"),
+            Bound("hit, new prompts", "they differ from their first words on", at_most=0.1, unit="%"),
+        ),
+        _SERVED,
+    ),
+    Claim(
+        "serving.continuous_beats_static",
+        "seats that are filled as they get free serve mixed lengths faster than groups that wait for their longest",
+        (
+            Bound(
+                "throughput, continuous over static",
+                "groups of 8 of these lengths leave half their seats' time empty; a third more is the least of it",
+                at_least=1.3,
+            ),
+            Bound("mean wait, static over continuous", "a free seat is taken at once", above=1),
+        ),
+        _SERVED,
+        "serving_e2e",
+    ),
+    Claim(
+        "serving.queue_is_in_ttft",
+        "with more arrivals than seats the first token comes later, and the ones after it as before",
+        (
+            Bound("ttft, crowd over as many as seats", "two thirds of a threefold crowd wait a service or two", at_least=2),
+            Bound("tpot, crowd over as many as seats", "a quarter for reading the next ones' prompts", at_most=1.25),
+        ),
+        _SERVED,
+        "serving_ttft",
+    ),
+    Claim(
+        "serving.long_prompt_freezes",
+        "a long prompt that arrives freezes the answers that are being written",
+        (Bound("worst gap, with over without", "three times the worst gap is a pause that shows", at_least=3),),
+        _SERVED,
+        "serving_tpot",
+    ),
+    Claim(
+        "serving.chunks_shorten_freeze",
+        "reading a long prompt in chunks shortens that freeze",
+        (Bound("worst gap, whole over chunks", "half the pause gone is what chunks are for", at_least=2),),
+        _SERVED,
+        "serving_tpot",
+    ),
+    Claim(
+        "serving.pages_fit_more",
+        "pages let more short chats run at once than reserving the longest for each",
+        (Bound("at once over reserved", "the paper's smaller gain (arXiv:2309.06180)", at_least=2),),
+        _SERVED,
+    ),
+    Claim(
+        "serving.average_hides",
+        "near saturation one user in a hundred waits far longer than most for the first token",
+        (Bound("ttft, p99 over p50", "twice what is typical is another experience", at_least=2),),
+        _SERVED,
+        "serving_ttft",
+    ),
+    Claim(
+        "serving.same_tokens",
+        "a user among sixteen gets the tokens of a user alone",
+        (_same_tokens("answers explained"),),
+        _SERVED,
     ),
 )
 

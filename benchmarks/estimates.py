@@ -39,6 +39,9 @@ class Estimate:
 
     `low` and `high` are None where no interval could be drawn; `problem` then says why, and no verdict may rest on the
     figure. A counted figure (bytes, tokens, FLOPs) has low == value == high.
+
+    A figure or an end that is no finite number becomes None with a problem that says so. Raises ValueError for an
+    interval that is upside down or doesn't hold its value.
     """
 
     value: float | None
@@ -48,6 +51,22 @@ class Estimate:
     raw: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     problem: str | None = None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        figures = {"figure": self.value, "low end": self.low, "high end": self.high}
+        odd = {name: v for name, v in figures.items() if v is not None and not math.isfinite(v)}
+        if odd:
+            said = ", ".join(f"the {name} is {v}" for name, v in odd.items())
+            known = {"problem": self.problem or said, "low": None, "high": None}
+            known |= {"value": None} if "figure" in odd else {}
+            for name, v in known.items():
+                object.__setattr__(self, name, v)
+        if self.low is not None and self.high is not None:
+            middle = self.low if self.value is None else self.value
+            if not self.low <= middle <= self.high:
+                raise ValueError(f"an interval holds its value in order, not {self.low}, {self.value}, {self.high}")
+        elif self.problem is None:
+            object.__setattr__(self, "problem", "no interval could be drawn")
 
     @property
     def counted(self) -> bool:

@@ -173,10 +173,14 @@ class GraphEngine:
 
     @torch.inference_mode()
     def rewind(self, state: GraphState, count: int) -> GraphState:
-        """The state `count` tokens ago, within the last step: rejected drafts are forgotten."""
-        if not 0 <= count < state.all_logits.shape[1]:
-            raise ValueError(f"a step of {state.all_logits.shape[1]} tokens can't be rewound by {count}")
-        end = state.all_logits.shape[1] - count
+        """The state `count` tokens ago: rejected drafts are forgotten.
+
+        Beyond the last step there are no logits any more: such a state has none, and its next step must be told its
+        tokens. Raises ValueError when fewer tokens than that were read.
+        """
+        if not 0 <= count <= state.held_len:
+            raise ValueError(f"{state.held_len} tokens were read and can't be rewound by {count}")
+        end = max(0, state.all_logits.shape[1] - count)
         logits, choices = state.all_logits[:, :end], state.choices[:, :end]
         self.held.lengths.sub_(count)
         self.turn += 1
@@ -203,6 +207,11 @@ class GraphEngine:
                 target[:, :, :held_len].copy_(kept)
 
 
+def lacking(device: str) -> str | None:
+    """Why a device has no graphs, None when it has."""
+    return None if device == "cuda" else "no CUDA on this machine, and graphs are CUDA's"
+
+
 def capture(
     model: Any, batch_size: int, cache_len: int, step_lens: Sequence[int] = (1,), *, fused: bool = True
 ) -> GraphEngine | CannotCapture:
@@ -211,8 +220,8 @@ def capture(
     With `fused` the steps are made of Triton kernels where they can be had, and otherwise of PyTorch's (the engine's
     `note` then says why).
     """
-    if model.device.type != "cuda":
-        return CannotCapture("no CUDA: graphs are of CUDA devices")
+    if reason := lacking(model.device.type):
+        return CannotCapture(reason)
     start = time.perf_counter()
     note = ""
     makers: list[Callable[[Decoder, int], Ops]] = [_fused_ops] if fused else []

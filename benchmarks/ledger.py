@@ -11,9 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import SUITE_VERSION
-from benchmarks.claims import Verdict
+from benchmarks.claims import Verdict, Word
 
 SCHEMA_VERSION = 1
+
+HOST_BOUND = 0.5
+"""Share of a step from which on the host's wait is most of it, and the card's own work the smaller part."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Cell:
 
     Samples are seconds, one a round. `device_s` is the time that the card was busy, None with the reason in
     `unavailable`. `bytes` and `figures` are named numbers; `kernels` what attention ran, from a trace of the very
-    call. A None anywhere has its reason in `unavailable`, under the field's name.
+    call. A None anywhere has its reason in `unavailable`, under the field's name; one without raises ValueError.
     """
 
     id: str
@@ -39,12 +42,27 @@ class Cell:
     unavailable: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "device_s"):
+            if getattr(self, name) is None and not self.unavailable.get(name):
+                raise ValueError(f"cell {self.id} has no {name} and `unavailable` no reason for it")
+
     @property
     def host_bound(self) -> float | None:
         """Share of the wait during which the card was idle: 1 - device_s / wall_s, over the medians."""
-        if not self.wall_s or not self.device_s:
+        if not self.wall_s or not self.device_s or _median(self.wall_s) <= 0:
             return None
         return max(0.0, 1 - _median(self.device_s) / _median(self.wall_s))
+
+    @property
+    def _reasons(self) -> dict[str, str]:
+        """Why each null of the record is one: `unavailable`, and what follows from it and from the samples."""
+        odd = {n: v for n, v in {**self.bytes, **self.figures}.items() if not math.isfinite(v)}
+        reasons = dict(self.unavailable) | {name: f"the figure was {value}" for name, value in odd.items()}
+        if self.host_bound is None:
+            why = self.unavailable.get("device_s") or self.unavailable.get("wall_s") or "the clock stood still"
+            reasons.setdefault("host_bound", why)
+        return reasons
 
     @property
     def record(self) -> dict[str, object]:
@@ -61,7 +79,7 @@ class Cell:
             "bytes": dict(self.bytes),
             "figures": dict(self.figures),
             "kernels": dict(self.kernels),
-            "unavailable": dict(self.unavailable),
+            "unavailable": self._reasons,
             "note": self.note,
         }
 
@@ -113,8 +131,6 @@ class Ledger:
 
     def __init__(self, folder: Path, machine: Mapping[str, object], rig: Mapping[str, object], engine: str) -> None:
         self.folder = folder
-        self.engine = engine
-        self.verdicts: list[Verdict] = []
         self.run: dict[str, object] = {
             "schema_version": SCHEMA_VERSION,
             "suite_version": SUITE_VERSION,
@@ -124,6 +140,7 @@ class Ledger:
             "engine": engine,
             "noise_floor": {},
             "calibration": None,
+            "unavailable": {"calibration": "no claim that rests on a clock was judged"},
             "cells": [],
             "claims": [],
         }
@@ -141,9 +158,29 @@ class Ledger:
     def cell(self, cell: Cell) -> None:
         self._replace("cells", cell.record)
 
-    def verdict(self, verdict: Verdict) -> None:
-        self.verdicts = [v for v in self.verdicts if v.claim.id != verdict.claim.id] + [verdict]
-        self._replace("claims", verdict_record(verdict, self.engine))
+    def verdict(self, verdict: Verdict, engine: str) -> None:
+        record = verdict_record(verdict, engine)
+        self._replace("claims", record | {"disagreement": self._disagreement(record)})
+
+    def _disagreement(self, record: Mapping[str, object]) -> str | None:
+        """Why this verdict is another than the eager engine's, from how long the card was idle in eager decode; None
+        where the two agree, or one of them decides nothing."""
+        claims, cells = self.run["claims"], self.run["cells"]
+        assert isinstance(claims, list)
+        assert isinstance(cells, list)
+        words = {record["verdict"]} | {
+            c["verdict"] for c in claims if c["id"] == record["id"] and c["engine"] == "eager"
+        }
+        if record["engine"] == "eager" or words != {str(Word.HOLDS), str(Word.REFUTED)}:
+            return None
+        steps = [c for c in cells if c["engine"] == "eager" and c["phase"] == "decode" and c["host_bound"] is not None]
+        own = [c for c in steps if c["station"] == record["station"]] or steps
+        if not own:
+            return "the engines disagree, and no trace says how long the card was idle"
+        idle = _median(tuple(c["host_bound"] for c in own))
+        if idle < HOST_BOUND:
+            return f"in an eager step the card is idle {idle:.0%} of the time: what differs is the kernels"
+        return f"in an eager step the card waits for the host {idle:.0%} of the time, which hides what a replay shows"
 
     def note(self, key: str, value: object) -> None:
         """A top-level entry of the run, such as the machine's state afterwards."""
@@ -151,10 +188,11 @@ class Ledger:
         self._write()
 
     def _replace(self, key: str, record: dict[str, object]) -> None:
-        """A cell or claim measured twice in a session (a rerun) stands once, as measured last."""
+        """A cell or claim measured twice in a session (a rerun) stands once an engine, as measured last."""
         entries = self.run[key]
         assert isinstance(entries, list)
-        entries[:] = [e for e in entries if e["id"] != record["id"]] + [record]
+        same = (record["id"], record["engine"])
+        entries[:] = [e for e in entries if (e["id"], e["engine"]) != same] + [record]
         self._write()
 
     def _write(self) -> None:
@@ -168,9 +206,18 @@ class Ledger:
 def write_json(path: Path, value: object) -> None:
     """Strict JSON, whole or not at all; a number that JSON has no word for becomes null."""
     text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, whole or not at all: a new one is moved over the old. What fails leaves nothing behind."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _finite(value: object) -> object:

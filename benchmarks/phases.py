@@ -1,7 +1,8 @@
 """prefill() and decode(), the two verbs of inference, and serve(), which times both.
 
-The eager engine runs the model as transformers ships it. Whatever engine runs them, the verbs keep the same meaning:
-prefill reads prompt tokens into a KV cache and names the next token; decode names one token more per step.
+The eager engine runs the model as transformers ships it; graphs.py has another. Whatever engine runs them, the verbs
+keep the same meaning: prefill reads prompt tokens into a KV cache and names the next token; decode names one token more
+per step.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from benchmarks.memory import Device
 from benchmarks.runs import Run
 from benchmarks.timing import Clock, quiet
-from benchmarks.tokens import Gap, Ids
+from benchmarks.tokens import Ids, Tolerance
 from benchmarks.workloads import Workload
 
 
@@ -57,6 +58,38 @@ class State:
     def next_tokens(self) -> torch.Tensor:
         """The greedy choice, (batch,): argmax and nothing else, whatever generation defaults a checkpoint brings."""
         return self.logits.argmax(-1)
+
+
+class Stepped(Protocol):
+    """What every engine's states have: the greedy choice after the last token, (batch,), the caller's to keep; the
+    logits behind it, (batch, vocab_size), which the engine's next step may overwrite; and after a prefill its cache."""
+
+    @property
+    def next_tokens(self) -> torch.Tensor: ...
+    @property
+    def logits(self) -> torch.Tensor: ...
+    @property
+    def cache(self) -> Any: ...
+
+
+S = TypeVar("S", bound=Stepped)
+
+
+class Engine(Protocol[S]):
+    """What runs the verbs. A state goes in and comes out, and no engine accepts another's."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def device(self) -> Device: ...
+
+    def prefill(self, prompt: Prompt, cache: Any | None = None) -> S:
+        """Read a prompt, appending to `cache` (an eager one, changed in place) when one is given."""
+
+    def step(self, state: S, tokens: torch.Tensor | None = None) -> S:
+        """One more token for every row: the greedy one, or `tokens`, (batch,), forced by the caller."""
 
 
 class EagerEngine:
@@ -112,7 +145,7 @@ class Served:
     tokens: tuple[Ids, ...]
 
 
-def decode(engine: EagerEngine, state: State, output_len: int) -> tuple[Ids, ...]:
+def decode(engine: Engine[S], state: S, output_len: int) -> tuple[Ids, ...]:
     """All `output_len` greedy tokens of a prefilled batch, the first of which the prefill has named already."""
     steps = [state.next_tokens]
     for _ in range(output_len - 1):
@@ -126,7 +159,7 @@ class Request:
     """A workload to be served by an engine. `take_cache` gives a cache that holds a prefix already prefilled
     (StoredPrefix.take); it is called after submit, since fetching the prefix is part of what a hit costs."""
 
-    engine: EagerEngine
+    engine: Engine[Any]
     workload: Workload
     take_cache: Callable[[], Any] = lambda: None
 
@@ -144,7 +177,7 @@ def serve_in_turn(requests: Sequence[Request], clock: Clock) -> list[Served]:
     The clock is read after every token, as a user who watches the stream would: a step's time includes the wait for it.
     """
     prompts = [Prompt.of(r.workload.prompts, r.engine.device) for r in requests]
-    states: list[State] = []
+    states: list[Any] = []
     steps: list[list[torch.Tensor]] = []
     token_s: list[list[float]] = []
     with quiet():
@@ -211,9 +244,10 @@ class Reference:
     tokens: Ids
     logits: torch.Tensor
 
-    @property
-    def gap(self) -> Gap:
-        return Gap(self.logits.tolist())
+    def gap(self, position: int, token: int) -> float:
+        """How far the logit of `token` lies under the top logit at `position`."""
+        row = self.logits[position]
+        return float(row.max() - row[token])
 
 
 @torch.inference_mode()
@@ -229,32 +263,65 @@ def reference(engine: EagerEngine, prompt: Ids, output_len: int) -> Reference:
     return Reference(tuple(tokens), torch.stack(logits))
 
 
+def logit_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The largest difference of any logit, one figure for each position: (..., vocab_size) to (...).
+
+    Centred, since a shift of all logits changes no choice.
+    """
+    difference = a.float() - b.float()
+    return (difference - difference.mean(-1, keepdim=True)).abs().amax(-1)
+
+
+LEAST_ROUNDINGS = {torch.float32: 16}
+"""The least that the logit error can be, in units in the last place of the largest logit; 1 where nothing else is said.
+In half precision rounding a logit to the format is most of its error. In float32 it is one rounding of thousands, and two
+ways that happen to agree to the last bit say nothing of a third."""
+
+
 @torch.inference_mode()
 def logit_error(engine: EagerEngine, prompt: Ids, told: Reference) -> float:
-    """How far two right computations of the same logits differ on this machine: 0 in float32 by definition.
+    """How far two right computations of the same logits differ on this machine.
 
     The reference's tokens are read once more in a single forward instead of one by one, alone and unpadded: the same
-    mathematics in other matrix shapes. The largest difference over all positions and tokens, centred per position since
-    a shift of all logits changes no choice, is the error; it is at least one unit in the last place of the largest logit,
-    which is what the format can tell apart. The subject under test has no part in it.
+    mathematics in other matrix shapes. The largest `logit_distance` over all positions is the error, and no less than
+    LEAST_ROUNDINGS. The subject under test has no part in it. NaN where the logits are no numbers.
     """
-    dtype = engine.model.dtype
-    if dtype == torch.float32:
-        return 0.0
     ids = torch.tensor([[*prompt, *told.tokens[:-1]]], device=engine.device)
-    again = engine.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
-    difference = again - told.logits
-    measured = float((difference - difference.mean(-1, keepdim=True)).abs().max())
-    return max(measured, torch.finfo(dtype).eps * float(told.logits.abs().max()))
+    again = engine.model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    measured = float(logit_distance(again.cpu(), told.logits).max())
+    dtype = engine.model.dtype
+    least = LEAST_ROUNDINGS.get(dtype, 1) * torch.finfo(dtype).eps * float(told.logits.abs().max())
+    return max(measured, least)
+
+
+def tolerance(engine: EagerEngine, prompts: Sequence[Ids], told: Sequence[Reference]) -> Tolerance:
+    """What rounding explains in any of these rows: from the largest of their errors, with exact tokens in float32."""
+    errors = [logit_error(engine, prompt, row) for prompt, row in zip(prompts, told, strict=True)]
+    largest = float(torch.tensor(errors).max())  # NaN if any is, which max() would lose
+    return Tolerance.of(largest, exact=engine.model.dtype == torch.float32)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What one row would choose at every position, and how far its logits lie from the reference's there."""
+
+    tokens: Ids
+    distances: tuple[float, ...]
 
 
 @torch.inference_mode()
-def forced_choices(engine: EagerEngine, state: State, references: Sequence[Reference]) -> list[list[int]]:
-    """What each row of a prefilled batch would choose at every position when fed its reference's tokens."""
+def forced_choices(engine: Engine[S], state: S, references: Sequence[Reference]) -> list[Choices]:
+    """What each row of a prefilled batch would choose at every position when fed its reference's tokens.
+
+    Logits are compared as they come, position by position: kept, those of 16 rows would fill a gigabyte.
+    """
     told = torch.tensor([r.tokens for r in references], device=engine.device)
-    chosen = [state.next_tokens]
-    for position in range(told.shape[1] - 1):
-        state = engine.step(state, told[:, position])
+    chosen, distances = [], []
+    for position in range(told.shape[1]):
+        if position:
+            state = engine.step(state, told[:, position - 1])
+        wanted = torch.stack([r.logits[position] for r in references]).to(engine.device)
         chosen.append(state.next_tokens)
-    rows: list[list[int]] = torch.stack(chosen, dim=1).tolist()
-    return rows
+        distances.append(logit_distance(state.logits, wanted))
+    tokens, apart = torch.stack(chosen, dim=1).tolist(), torch.stack(distances, dim=1).tolist()
+    return [Choices(tuple(t), tuple(d)) for t, d in zip(tokens, apart, strict=True)]

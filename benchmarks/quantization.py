@@ -14,7 +14,8 @@ from benchmarks.ledger import Cell
 from benchmarks.memory import OutOfMemory, attempt, fits, kv_cache_bytes, resident_bytes, tensor_bytes
 from benchmarks.nimbus.corpus import HELD_OUT_SEED, short_documents, windows
 from benchmarks.nimbusdb import END
-from benchmarks.phases import EagerEngine, Prompt, Request, decode, serve
+from benchmarks.phases import EagerEngine, Engine, Prompt, Request, decode, serve
+from benchmarks.roofline import Roofline
 from benchmarks.rows import Phases, Sampled, served_cells
 from benchmarks.runs import Run, ratio
 from benchmarks.timing import Clock
@@ -50,14 +51,18 @@ class ModuleBytes:
 
 
 def module_bytes(model: torch.nn.Module) -> tuple[ModuleBytes, ...]:
-    """Measured bytes of every module that holds tensors, each storage once: tied weights belong to the first holder.
+    """Measured bytes of every module that holds tensors, each byte once: tied weights belong to the first holder.
 
+    Weights that a graph engine has joined are parts of one storage, and each module has its part. Bytes of a storage
+    that no tensor shows belong to its first holder.
     bitsandbytes keeps its constants outside of parameters and buffers, so that the library's own footprint misses them:
     int8's row scales lie on the weight until the first forward and in the module's state after it, nf4's block maxima
     and code in the weight's quantization state. Raises ValueError for tensors on the meta device, which have no bytes.
     """
-    seen: set[tuple[torch.device, int]] = set()
-    found = []
+    shown: dict[tuple[torch.device, int], set[int]] = {}
+    hidden: dict[tuple[torch.device, int], int] = {}
+    first_holder: dict[tuple[torch.device, int], int] = {}
+    found: list[ModuleBytes] = []
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not own:
@@ -67,12 +72,19 @@ def module_bytes(model: torch.nn.Module) -> tuple[ModuleBytes, ...]:
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device, where tensors have no bytes: load its weights first")
             storage = tensor.untyped_storage()
-            if (tensor.device, storage.data_ptr()) not in seen:
-                seen.add((tensor.device, storage.data_ptr()))
-                held += storage.nbytes()
-        linear = isinstance(module, torch.nn.Linear)
-        shape = (int(module.out_features), int(module.in_features)) if linear else None
-        found.append(ModuleBytes(name, _kind(module), str(own[0].dtype).removeprefix("torch."), held, shape))
+            key = (tensor.device, storage.data_ptr())
+            if key not in shown:
+                shown[key], hidden[key], first_holder[key] = set(), storage.nbytes(), len(found)
+            if tensor.data_ptr() not in shown[key]:
+                shown[key].add(tensor.data_ptr())
+                part = min(tensor.nbytes, hidden[key])
+                hidden[key] -= part
+                held += part
+        dtype = str(own[0].dtype).removeprefix("torch.")
+        found.append(ModuleBytes(name, _kind(module), dtype, held, _linear_shape(module)))
+    for key, rest in hidden.items():
+        holder = found[first_holder[key]]
+        found[first_holder[key]] = replace(holder, bytes=holder.bytes + rest)
     return tuple(found)
 
 
@@ -85,6 +97,16 @@ def _constants(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             # `idx` are the outlier columns of the last int8 call: what was asked last, not what the weights are.
             if isinstance(value, torch.Tensor) and name != "idx":
                 yield value
+
+
+def _linear_shape(module: torch.nn.Module) -> tuple[int, int] | None:
+    """(out, in) of a linear: GPT-2 writes its own as Conv1D, with the weight the other way round."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        columns, rows = module.weight.shape
+        return rows, columns
+    return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
 
 
 def _kind(module: torch.nn.Module) -> str:
@@ -189,13 +211,14 @@ def slower(reference: Sequence[Run], int8: Sequence[Run]) -> dict[str, Estimate]
 
 
 def row(
-    engine: EagerEngine,
+    engine: Engine[Any],
     workload: Workload,
     clock: Clock,
     precision: str,
     load_bytes: int | None,
     answered: str | None,
     sampled: Sampled[Run],
+    roofline: Roofline | None = None,
 ) -> list[Cell]:
     """One precision of the table: time a token, bytes, and the answer to the user's question (None: random weights)."""
 
@@ -203,7 +226,8 @@ def row(
         return serve(Request(engine, workload), clock).run
 
     runs = sampled(request, request)
-    held = {"storages": float(sum(m.bytes for m in module_bytes(engine.model)))}
+    modules = module_bytes(engine.model)
+    held = {"storages": float(sum(m.bytes for m in modules))}
     missing = {}
     if load_bytes is None:
         missing["loaded"] = "the CPU has no counter of allocated bytes"
@@ -211,16 +235,34 @@ def row(
         held["loaded"] = float(load_bytes)
     if answered is None:
         missing["answer"] = "random weights have no text of their own"
-    return served_cells(
+    served = served_cells(
         f"quant.{precision}",
         workload,
         engine,
         precision,
         runs,
-        Phases.of(engine, workload),
+        Phases.of(engine, workload, roofline=roofline),
         bytes=held,
         unavailable=missing,
         note=f"answer: {answered}" if answered is not None else "",
+    )
+    return [*served, modules_cell(modules, workload, engine.name, precision)]
+
+
+def modules_cell(modules: Sequence[ModuleBytes], workload: Workload, engine: str, precision: str) -> Cell:
+    """Bytes of the weights by the kind of module that holds them."""
+    held: dict[str, float] = {}
+    for module in modules:
+        held[module.kind] = held.get(module.kind, 0.0) + module.bytes
+    return Cell(
+        id=f"quant.modules.{precision}",
+        station="quant",
+        phase="modules",
+        workload=workload.record,
+        engine=engine,
+        precision=precision,
+        bytes=held,
+        unavailable=dict.fromkeys(("wall_s", "device_s"), "bytes are counted, not timed"),
     )
 
 
@@ -309,7 +351,7 @@ def quality_cell(precision: str, seen: Quality, engine: EagerEngine) -> Cell:
         engine=engine.name,
         precision=precision,
         figures=seen.figures,
-        unavailable={"wall_s": "quality is counted, not timed"},
+        unavailable=dict.fromkeys(("wall_s", "device_s"), "quality is counted, not timed"),
     )
 
 
@@ -389,7 +431,7 @@ def more_chats(seen: Room | OutOfMemory) -> Estimate:
 def room_cell(precision: str, planned: Room, seen: Room | OutOfMemory, engine: EagerEngine) -> Cell:
     """Chats that the freed bytes hold: as computed (`planned`), and as tried (`seen`; the same where it wasn't)."""
     figures = {"chats_computed": float(planned.computed)}
-    unavailable = {"wall_s": "bytes are counted, not timed"}
+    unavailable = dict.fromkeys(("wall_s", "device_s"), "bytes are counted, not timed")
     if isinstance(seen, OutOfMemory):
         unavailable["chats_held"] = seen.reason
     elif seen.held is None:

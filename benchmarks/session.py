@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from benchmarks import machine, rigs, workloads
-from benchmarks.calibration import Calibration
+from benchmarks.calibration import Calibration, Floor
 from benchmarks.claims import CLAIMS, Claim, Setting, Verdict, Word, judge, not_judged
 from benchmarks.estimates import Estimate
 from benchmarks.ledger import Ledger
@@ -21,14 +22,22 @@ from benchmarks.rigs import Loader, Rig, RigError
 from benchmarks.timing import Clock, Rounds, interleave
 
 if TYPE_CHECKING:
+    from benchmarks.graphs import GraphEngine
     from benchmarks.memory import Device
-    from benchmarks.phases import EagerEngine, Request
+    from benchmarks.phases import EagerEngine, Engine, Request
     from benchmarks.runs import Run
+    from benchmarks.servers import Plan
 
 T = TypeVar("T")
 Observed = Estimate | Mapping[str, Estimate]
 
-BUDGET_S = {"cuda": 45.0, "cpu": 15.0}
+ENGINES = {"eager": ("eager",), "graph": ("graph",), "both": ("eager", "graph")}
+"""What `--engine` allows: the engines on which claims about decode are judged. All other claims are of the eager one."""
+
+CACHE_STEP = 256
+"""A graph engine's static cache is a multiple of this long, so that workloads of about the same length share one."""
+
+BUDGET_S = {"cuda": 25.0, "cpu": 15.0}
 """Seconds of rounds a claim may take. Decided claims stop long before; on CPU the whole run has 90 seconds."""
 
 
@@ -46,8 +55,11 @@ class Options:
     batch_sizes: tuple[int, ...] = workloads.BATCH_SIZES
     suffixes: tuple[str, ...] = ()
     quant_prompt: str = workloads.QUANT_PROMPT
+    engine: str = "both"
+    world_size: int | None = None
     report: Path = Path("reports")
     budget_s: float | None = None
+    served: Plan | None = None
 
     def __post_init__(self) -> None:
         if self.prefix_len < 64:
@@ -56,9 +68,15 @@ class Options:
             )
         if self.new_tokens < 8:
             raise RigError(f"--new-tokens {self.new_tokens} leaves no decode to measure; give 8 or more")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            given = ",".join(map(str, self.batch_sizes))
-            raise RigError(f"--batch-sizes {given or '(none)'}: sizes are whole numbers from 1, such as 1,2,4,8,16,32")
+        largest = workloads.LARGEST_BATCH
+        given = ",".join(map(str, self.batch_sizes))
+        if not self.batch_sizes or not 1 <= min(self.batch_sizes) <= max(self.batch_sizes) <= largest:
+            allowed = f"whole numbers from 1 to {largest}, such as 1,2,4,8,16,32"
+            raise RigError(f"--batch-sizes {given or '(none)'}: sizes are {allowed}")
+        if len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise RigError(f"--batch-sizes {given}: a size stands there twice; give each once")
+        if self.engine not in ENGINES:
+            raise RigError(f"--engine {self.engine}: choose {', '.join(ENGINES)}")
         if self.budget_s is not None and not 0 < self.budget_s < float("inf"):
             raise RigError(f"--budget {self.budget_s} is not a number of seconds above 0")
         for text in (*self.suffixes, self.quant_prompt, self.target or "", self.draft or "", str(self.report)):
@@ -73,6 +91,10 @@ class Options:
     def all_suffixes(self) -> tuple[str, ...]:
         """The article's two questions and the user's own."""
         return workloads.SUFFIXES + self.suffixes
+
+
+class NotCaptured(Exception):
+    """There is no graph engine of this model and these shapes here; the message is one line that says why."""
 
 
 class Session:
@@ -96,13 +118,13 @@ class Session:
         self.loader = Loader(self.rig)
         self.clock: Clock = clock_for(device)
         self.budget_s = options.budget_s if options.budget_s is not None else BUDGET_S[device]
-        self.engine_name = "eager"
         self.load_bytes: dict[str, int] = {}
+        self._graphs: dict[tuple[object, ...], GraphEngine | NotCaptured] = {}
         self._floors: Mapping[str, float] = {}
         self.machine = machine.record("cuda" if device == "cuda" else "cpu")
         self._sensors = machine.Sensors(machine.Card.of("cuda")) if device == "cuda" else None
         self._lacks = self._lacking()
-        self.ledger = Ledger(options.report, self.machine, self.rig.record, self.engine_name)
+        self.ledger = Ledger(options.report, self.machine, self.rig.record, " and ".join(self.engine_names))
 
     def open(self) -> None:
         """Find every model's files and see that the workload fits. Raises RigError with one line."""
@@ -116,9 +138,17 @@ class Session:
         _check_writable(self.options.report)
         self.loader.check()
         tokenizer = self.loader.tokenizer()
-        question_len = max(len(workloads.question_ids(tokenizer, q)) for q in self.options.all_suffixes)
-        shared_prefix_len = self.options.prefix_len + question_len + self.options.new_tokens
-        self.loader.check_len(max(shared_prefix_len, workloads.LONG_PROMPT_LEN[self.device] + 1))
+        suffix_len = max(len(workloads.question_ids(tokenizer, q)) for q in self.options.all_suffixes)
+        shared_prefix_len = self.options.prefix_len + suffix_len + self.options.new_tokens
+        quant_len = len(workloads.question_ids(tokenizer, self.options.quant_prompt)) + workloads.ANSWER_LEN
+        long_prompt_len = workloads.LONG_PROMPT_LEN[self.device] + 1
+        self.loader.check_len(long_prompt_len, "give a --target with more positions")
+        self.loader.check_len(quant_len, "shorten --quant-prompt")
+        self.loader.check_len(shared_prefix_len, "lower --prefix-len or --new-tokens, or shorten --suffix")
+        if self.device == "cuda" or self.options.world_size is not None:
+            from benchmarks.team import gpu_names, lacking
+
+            self._lacks |= lacking(self.loader.config(self.rig.target), self.options.world_size, gpu_names())
         if self._sensors is not None:
             self._sensors.__enter__()
 
@@ -141,23 +171,40 @@ class Session:
         return machine.Card.of("cuda").capability if self.device == "cuda" else None
 
     @property
-    def setting(self) -> Setting:
-        return Setting(self._lacks, self._floors, self.description)
+    def engine_names(self) -> tuple[str, ...]:
+        """The engines on which claims about decode are judged."""
+        return ENGINES[self.options.engine]
+
+    def setting(self, engine: str = "eager") -> Setting:
+        """Where claims are judged under an engine. Metrics of another engine than the eager one bear its name."""
+        prefix = "" if engine == "eager" else f"{engine}."
+        floors = {m.removeprefix(prefix): f for m, f in self._floors.items() if m.startswith(prefix)}
+        lacks = dict(self._lacks)
+        if engine == "graph":
+            from benchmarks.graphs import lacking
+
+            if reason := lacking(self.device):
+                lacks["engine"] = reason
+        served = self.options.served
+        elsewhere = served is not None and served.endpoint is not None and engine in served.names
+        return Setting(lacks, floors, engine if elsewhere else f"{self.description}, {engine}")
 
     @property
     def description(self) -> str:
-        """Card, rig and engine in a few words."""
+        """Card and rig in a few words."""
         weights = " random weights" if self.rig.weights == "random" else ""
-        return f"{self.machine['name']}, {self.rig.name}{weights} {self.rig.reference}, {self.engine_name}"
+        return f"{self.machine['name']}, {self.rig.name}{weights} {self.rig.reference}"
 
     def _lacking(self) -> dict[str, str]:
         lacks = {}
+        if self.options.served is None:
+            lacks["served"] = "no server: give --endpoint URL, or let --serve vllm or --serve transformers start one"
         if self.device != "cuda":
             lacks["cuda"] = "no CUDA on this machine"
         if self.rig.weights == "random":
             lacks["trained"] = "random weights: quality and acceptance would mean nothing"
         if self.rig.name != "qwen2.5":
-            lacks["article_sizes"] = "the limits are those of Qwen2.5-1.5B's share of embeddings; this is another model"
+            lacks["article_sizes"] = "the limits are those of Qwen2.5-1.5B; this is another model"
         if self.rig.draft is None:
             lacks["draft"] = f"rig {self.rig.name} has no draft model; give --target and --draft"
         return lacks
@@ -192,25 +239,69 @@ class Session:
             )
         return engine
 
+    def engine(
+        self,
+        name: str,
+        eager: EagerEngine,
+        batch_size: int,
+        cache_len: int,
+        side: int = 0,
+        step_lens: tuple[int, ...] = (1,),
+    ) -> Engine[Any]:
+        """The eager engine itself, or a graph engine of the same model: see `graph`."""
+        return eager if name == "eager" else self.graph(eager, batch_size, cache_len, side, step_lens)
+
+    def graph(
+        self, eager: EagerEngine, batch_size: int, cache_len: int, side: int = 0, step_lens: tuple[int, ...] = (1,)
+    ) -> GraphEngine:
+        """A graph engine of the model behind `eager` for up to `cache_len` positions, captured once and kept.
+
+        A graph engine has room for one batch, so requests that are served in turn need one each: `side` tells them
+        apart. Raises NotCaptured with the reason when there is none.
+        """
+        from benchmarks.graphs import CannotCapture, capture
+
+        held_len = -(-cache_len // CACHE_STEP) * CACHE_STEP
+        key = (id(eager.model), batch_size, held_len, side, step_lens)
+        if key not in self._graphs:
+            made = capture(eager.model, batch_size, held_len, step_lens)
+            self._graphs[key] = NotCaptured(str(made)) if isinstance(made, CannotCapture) else made
+        found = self._graphs[key]
+        if isinstance(found, NotCaptured):
+            raise found
+        return found
+
     # Rounds and verdicts ---------------------------------------------------------------------------------------------
 
     def set_floors(self, calibration: Calibration) -> None:
         """The noise floors that verdicts respect from now on; run.json has them from its next entry on."""
-        self._floors = calibration.noise_floor
-        self.ledger.run |= {"noise_floor": calibration.noise_floor, "calibration": calibration.record}
+        self._floors = {**self._floors, **calibration.noise_floor}
+        known = {"noise_floor": self._floors, "calibration": calibration.record, "unavailable": {}}
+        self.ledger.run |= known
+
+    def add_floors(self, engine: str, found: Mapping[str, Floor | str]) -> None:
+        """The noise floors of another engine than the suite's own, measured within this run. Where a metric has none,
+        with the reason, its claims are not decided."""
+        floors = {f"{engine}.{metric}": floor.floor for metric, floor in found.items() if isinstance(floor, Floor)}
+        self._floors = {**self._floors, **floors}
+        self.ledger.run |= {"noise_floor": self._floors}
 
     def compare(
-        self, sides: Mapping[str, Callable[[], T]], observe: Callable[[Rounds[T]], Mapping[str, Observed]]
+        self,
+        sides: Mapping[str, Callable[[], T]],
+        observe: Callable[[Rounds[T]], Mapping[str, Observed]],
+        engine: str = "eager",
     ) -> Compared[T]:
         """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends.
 
-        `observe` gives for each claim id what the rounds so far show. Claims that can't be judged here don't hold up
-        the others.
+        `observe` gives for each claim id what the rounds so far show under `engine`. Claims that can't be judged here
+        don't hold up the others.
         """
+        setting = self.setting(engine)
 
         def settled(rounds: Rounds[T]) -> bool:
             return all(
-                judge(CLAIMS[i], seen, self.setting).word is not Word.INCONCLUSIVE
+                judge(CLAIMS[i], seen, setting).word is not Word.INCONCLUSIVE or setting.unknown_floor(CLAIMS[i])
                 for i, seen in observe(rounds).items()
             )
 
@@ -219,7 +310,7 @@ class Session:
         return Compared(rounds, observed)
 
     def compare_in_turn(
-        self, requests: Mapping[str, Request], observe: Callable[..., Mapping[str, Observed]]
+        self, requests: Mapping[str, Request], observe: Callable[..., Mapping[str, Observed]], engine: str = "eager"
     ) -> Compared[dict[str, Run]]:
         """As `compare`, of requests that are served step by step in turn; `observe` takes each request's runs by name."""
         from benchmarks.phases import in_turn
@@ -227,22 +318,22 @@ class Session:
         def seen(rounds: Rounds[dict[str, Run]]) -> Mapping[str, Observed]:
             return observe(**{name: [runs[name] for runs in rounds["all"]] for name in requests})
 
-        return self.compare({"all": in_turn(requests, self.clock)}, seen)
+        return self.compare({"all": in_turn(requests, self.clock)}, seen, engine)
 
     def disturbance(self) -> str | None:
         """Why the round just measured can't be trusted, None when it can or nobody can tell."""
         return self._sensors.disturbance() if self._sensors is not None else None
 
-    def judge(self, claim_id: str, observed: Observed) -> Verdict:
+    def judge(self, claim_id: str, observed: Observed, engine: str = "eager") -> Verdict:
         """The verdict, recorded."""
-        verdict = judge(CLAIMS[claim_id], observed, self.setting)
-        self.ledger.verdict(verdict)
+        verdict = judge(CLAIMS[claim_id], observed, self.setting(engine))
+        self.ledger.verdict(verdict, engine)
         return verdict
 
-    def skip(self, claim: Claim, reason: str) -> Verdict:
+    def skip(self, claim: Claim, reason: str, engine: str = "eager") -> Verdict:
         """A claim that isn't judged, recorded with its reason."""
-        verdict = not_judged(claim, reason, self.setting)
-        self.ledger.verdict(verdict)
+        verdict = not_judged(claim, reason, self.setting(engine))
+        self.ledger.verdict(verdict, engine)
         return verdict
 
     def known_floors(self) -> Calibration | None:
@@ -258,8 +349,11 @@ class Session:
 def _check_writable(folder: Path) -> None:
     """Raises RigError when a report can't be written to a folder; the folder itself is made with the first figure."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise RigError(f"--report {folder}: {nearest} is not a folder that can be written to; name another")
+    try:
+        with TemporaryDirectory(dir=nearest):  # permissions alone don't tell: /proc has them and takes no folder
+            pass
+    except OSError:
+        raise RigError(f"--report {folder}: {nearest} is not a folder that can be written to; name another") from None
 
 
 def _leave_a_core() -> None:

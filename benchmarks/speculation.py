@@ -7,20 +7,22 @@ its overhead is in both, and every forward of both models is counted where it ha
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks.estimates import Estimate, counted, median_interval, paired_ratio, unusable
 from benchmarks.ledger import Cell
-from benchmarks.phases import EagerEngine, Prompt, Reference, logit_error, reference
+from benchmarks.phases import EagerEngine, Engine, Prompt, Reference, logit_distance, reference, tolerance
 from benchmarks.rows import Phases, kernels
 from benchmarks.timing import Clock, quiet
-from benchmarks.tokens import Gap, Match, compare, share_explained
-from benchmarks.traces import trace
+from benchmarks.tokens import Match, Tolerance, compare, share_explained
+from benchmarks.traces import Trace, trace
 from benchmarks.workloads import Ids, Tokenizer, Workload, counting, open_text, question_ids
 
 DRAFT_LEN = 5
@@ -31,18 +33,18 @@ RESTARTS = 2
 """How often a comparison goes on after a near tie, so that what follows it is compared too."""
 
 VERIFY_REPEATS = 8
-"""Forwards a timing of `verify_s` averages over: one forward is too short to be told from the host's hiccups."""
+"""Forwards of either kind that a timing averages over: one is too short to be told from the host's hiccups."""
 
 QUESTIONS = ("How do I reset my password?", "Can I get my money back?")
 
 
-def greedy_config(output_len: int, **draft: Any) -> Any:
+def greedy_config(output_len: int, **more: Any) -> Any:
     """A GenerationConfig that makes `generate` an argmax loop of exactly `output_len` tokens.
 
     It sets every field that changes tokens. Fields that must stay None (the end of text, which would end an output
     early; processors of every kind) are filled from `model.generation_config` whatever is passed, so `generate` also
     lends the model this very config. There is no minimum length: without an end of text it could change nothing.
-    `draft` are the fields that only a draft has.
+    `more` are fields that change no token of the output: a draft's, and what is returned beside the tokens.
     """
     from transformers import GenerationConfig
 
@@ -59,7 +61,7 @@ def greedy_config(output_len: int, **draft: Any) -> Any:
         pad_token_id=0,  # one row is never padded; None would make the library look for one
         use_cache=True,
         disable_compile=True,
-        **draft,
+        **more,
     )
 
 
@@ -105,13 +107,15 @@ class Generated:
     """One output, and what it took: seconds from submit to the last token, and forwards of either model.
 
     `target_forwards` counts the forward that reads the prompt. `drafted` counts draft forwards, each of which proposes
-    one token; 0 without a draft.
+    one token; 0 without a draft. `logits` are the target's behind each token, (output_len, vocab_size) on the CPU, when
+    they were asked for: with a draft, those of the very forwards that checked it.
     """
 
     tokens: Ids
     wall_s: float
     target_forwards: int
     drafted: int
+    logits: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def output_len(self) -> int:
@@ -134,17 +138,26 @@ class Generated:
 
 
 def generate(
-    target: EagerEngine, prompt: Ids, output_len: int, clock: Clock, draft: EagerEngine | None = None
+    target: EagerEngine,
+    prompt: Ids,
+    output_len: int,
+    clock: Clock,
+    draft: EagerEngine | None = None,
+    *,
+    keep_logits: bool = False,
 ) -> Generated:
     """The target's greedy output of exactly `output_len` tokens, alone or assisted by a draft.
+
+    With `keep_logits` the library keeps every token's logits, which costs time: not for outputs whose `wall_s` counts.
 
     Raises RuntimeError when the output has another length, or when the draft's and the target's counts contradict each
     other: figures of such an output would be wrong.
     """
     ids = torch.tensor([prompt], device=target.device)
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "generation_config": greedy_config(output_len)}
+    config = greedy_config(output_len, return_dict_in_generate=True, output_logits=keep_logits)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "generation_config": config}
     with ExitStack() as scope:
-        scope.enter_context(_lent(target.model, greedy_config(output_len)))
+        scope.enter_context(_lent(target.model, config))
         checks = scope.enter_context(_counted(target.model))
         proposals: list[int] = []
         if draft is not None:
@@ -156,14 +169,50 @@ def generate(
         start = clock.read()
         said = target.model.generate(ids, **options)
         wall_s = clock.read() - start
-    tokens = tuple(said[0, len(prompt) :].tolist())
+    tokens = tuple(said.sequences[0, len(prompt) :].tolist())
     if len(tokens) != output_len:
         raise RuntimeError(f"{output_len} tokens were asked for and {len(tokens)} generated: lengths must be fixed")
     # Each check reads one token that is certain (the first: the whole prompt) and the drafted ones behind it.
     checked = sum(checks) - len(prompt) - (len(checks) - 1)
     if checked != len(proposals):
         raise RuntimeError(f"the draft ran {len(proposals)} times, the target checked {checked} tokens: counts differ")
-    return Generated(tokens, wall_s, len(checks), len(proposals))
+    logits = torch.cat(said.logits).float().cpu() if keep_logits else None
+    return Generated(tokens, wall_s, len(checks), len(proposals), logits)
+
+
+class Loop(Protocol):
+    """Speculative decoding as some engine does it: the target alone, with its draft, and the draft alone, each giving
+    exactly `output_len` greedy tokens after a prompt. `engine` names what runs it in cells."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def target(self) -> Engine[Any]: ...
+    @property
+    def draft(self) -> Engine[Any]: ...
+
+    def alone(self, prompt: Ids, output_len: int) -> Generated: ...
+    def with_draft(self, prompt: Ids, output_len: int, *, keep_logits: bool = False) -> Generated: ...
+    def draft_alone(self, prompt: Ids, output_len: int) -> Generated: ...
+
+
+@dataclass(frozen=True)
+class Assisted:
+    """The library's own loop, on the eager engine."""
+
+    target: EagerEngine
+    draft: EagerEngine
+    clock: Clock
+    engine = "transformers generate"
+
+    def alone(self, prompt: Ids, output_len: int) -> Generated:
+        return generate(self.target, prompt, output_len, self.clock)
+
+    def with_draft(self, prompt: Ids, output_len: int, *, keep_logits: bool = False) -> Generated:
+        return generate(self.target, prompt, output_len, self.clock, self.draft, keep_logits=keep_logits)
+
+    def draft_alone(self, prompt: Ids, output_len: int) -> Generated:
+        return generate(self.draft, prompt, output_len, self.clock)
 
 
 # The same tokens ------------------------------------------------------------------------------------------------------
@@ -177,34 +226,42 @@ class Checked:
     pieces: tuple[Generated, ...]
 
 
-def check(target: EagerEngine, draft: EagerEngine, workload: Workload, clock: Clock) -> Checked:
-    """The assisted output of a one-row workload against the target's own greedy output.
+def check(loop: Loop, target: EagerEngine, workload: Workload) -> Checked:
+    """The assisted output of a one-row workload against the target's own greedy output on the eager engine.
 
     After a near tie both go on as different texts, so the rest is asked for once more behind the reference's own
     tokens, up to RESTARTS times.
     """
     (prompt,) = workload.prompts
     told = reference(target, prompt, workload.output_len)
-    return follow(target, draft, prompt, told, logit_error(target, prompt, told), clock)
+    return follow(loop, prompt, told, tolerance(target, [prompt], [told]))
 
 
-def follow(
-    target: EagerEngine, draft: EagerEngine, prompt: Ids, told: Reference, error: float, clock: Clock
-) -> Checked:
-    """`check` against a given reference and logit error."""
+def follow(loop: Loop, prompt: Ids, told: Reference, rounding: Tolerance) -> Checked:
+    """`check` against a given reference and tolerance."""
     start, output_len = 0, len(told.tokens)
-    differences, pieces = [], []
-    match = Match(0)
+    differences, furthest, pieces = [], [], []
     for _ in range(1 + RESTARTS):
-        said = generate(target, prompt + told.tokens[:start], output_len - start, clock, draft)
-        pieces.append(said)
-        match = compare(told.tokens[start:], said.tokens, Gap(told.logits[start:].tolist()), error)
+        said = loop.with_draft(prompt + told.tokens[:start], output_len - start, keep_logits=True)
+        assert said.logits is not None
+        pieces.append(replace(said, logits=None))
+        match = compare(
+            told.tokens[start:],
+            said.tokens,
+            lambda position, token, start=start: told.gap(start + position, token),  # type: ignore[misc]
+            logit_distance(said.logits, told.logits[start:]).tolist(),
+            rounding,
+        )
         differences += [replace(d, position=start + d.position) for d in match.differences]
+        if match.furthest is not None:
+            furthest.append(replace(match.furthest, position=start + match.furthest.position))
         start += match.compared
         if not match.differences or not match.explained or start >= output_len:
             break
-    whole = compare(told.tokens, told.tokens, Gap([]), error)  # whether the reference itself proves anything
-    return Checked(Match(start, tuple(differences), whole.vacuous), tuple(pieces))
+    whole = compare(told.tokens, told.tokens, told.gap, [0.0] * output_len, rounding)  # does it prove anything?
+    worst = max(furthest, key=lambda f: f.distance, default=None)
+    match = replace(whole, compared=start, differences=tuple(differences), furthest=worst)
+    return Checked(match, tuple(pieces))
 
 
 def conversations(tokenizer: Tokenizer, output_len: int) -> dict[str, Workload]:
@@ -235,11 +292,21 @@ def same_tokens(checked: Sequence[Checked]) -> dict[str, Estimate]:
 
 
 def predictable(checked: Mapping[str, Checked]) -> Estimate:
-    """Acceptance on counting less acceptance on open text, in the first piece of each: one output, undisturbed."""
-    easy, hard = (checked[name].pieces[0].acceptance_rate for name in ("counting", "open"))
+    """Acceptance on counting less acceptance on open text, in the first piece of each: one output, undisturbed.
+
+    Uncertain by one check's worth of drafted tokens on either text: where a check happens to begin decides about as many.
+    """
+    pieces = [checked[name].pieces[0] for name in ("counting", "open")]
+    easy, hard = (piece.acceptance_rate for piece in pieces)
     if easy is None or hard is None:
         return unusable("nothing was drafted")
-    return counted(easy - hard, {"counting": (easy,), "open": (hard,)})
+    if easy == hard and easy in (0.0, 1.0):
+        which = "all" if easy else "none"
+        return unusable(f"{which} of the drafted tokens were accepted on both texts: this pair can't tell them apart")
+    luck = max(DRAFT_LEN / piece.drafted for piece in pieces)
+    note = f"within {luck:.0%} either way: the drafted tokens of one check"
+    raw = {"counting": (easy,), "open": (hard,)}
+    return Estimate(easy - hard, easy - hard - luck, easy - hard + luck, len(pieces), raw, note=note)
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------
@@ -279,69 +346,90 @@ def speed(
     return {"speculation.not_free_speed": ratio, "speculation.cost_model": cost}
 
 
-class Verifier:
-    """Forwards of several tokens over a cache whose length stays the same: what a check costs."""
+class Verifier(ABC):
+    """Steps of several tokens over a cache whose length stays the same: what a check costs."""
 
-    def __init__(self, engine: EagerEngine, workload: Workload, clock: Clock) -> None:
-        self._engine, self._clock = engine, clock
-        self._cache = engine.prefill(Prompt.of(workload.prompts, engine.device)).cache
+    def __init__(self, engine: Engine[Any], workload: Workload, clock: Clock) -> None:
+        self.engine, self._clock = engine, clock
+        self._state = engine.prefill(Prompt.of(workload.prompts, engine.device))
+        self.cache_len: int = self._state.cache.get_seq_length()
         self._ids = torch.tensor([row[:DRAFT_LEN] for row in workload.prompts], device=engine.device)
-        self.cache_len = self._cache.get_seq_length()
+
+    @abstractmethod
+    def forward(self, tokens: int) -> None:
+        """Read `tokens` tokens a row, with the logits of all of them; they stay in the cache until `restore`."""
+
+    @abstractmethod
+    def restore(self, tokens: int) -> None:
+        """Take them out again. Raises RuntimeError when the cache doesn't have its length again."""
+
+    def traced(self) -> Trace:
+        """The trace of one check."""
+        found = trace(lambda: self.forward(DRAFT_LEN), self.engine.device)
+        self.restore(DRAFT_LEN)
+        return found
+
+    def pair(self) -> tuple[float, float]:
+        """Mean wall seconds of checking DRAFT_LEN tokens and of a step of one, timed in turn so that both meet the same
+        host. Cutting the cache back is not part of either."""
+        spent = {DRAFT_LEN: 0.0, 1: 0.0}
+        for repeat in range(VERIFY_REPEATS):
+            for tokens in (DRAFT_LEN, 1) if repeat % 2 else (1, DRAFT_LEN):
+                spent[tokens] += self._clock.time(partial(self.forward, tokens))
+                self.restore(tokens)
+        return spent[DRAFT_LEN] / VERIFY_REPEATS, spent[1] / VERIFY_REPEATS
+
+
+class EagerVerifier(Verifier):
+    """Forwards of the model over the library's own cache."""
 
     @torch.inference_mode()
     def forward(self, tokens: int) -> None:
-        """One forward of `tokens` tokens a row with the logits of all of them, and the cache as it was."""
-        self._engine.model(self._ids[:, :tokens], cache=self._cache, use_cache=True)
+        self.engine.model(self._ids[:, :tokens], cache=self._state.cache, use_cache=True)
         self._clock.sync()
 
     def restore(self, tokens: int) -> None:
-        """Cut the cache back. Raises RuntimeError when it doesn't have its length again."""
-        self._cache.crop(-tokens)
-        if (held := self._cache.get_seq_length()) != self.cache_len:
+        self._state.cache.crop(-tokens)
+        if (held := self._state.cache.get_seq_length()) != self.cache_len:
             raise RuntimeError(f"the cache holds {held} positions instead of {self.cache_len}: lengths must stay equal")
 
-    def seconds(self, tokens: int) -> float:
-        """Mean wall seconds of a forward; cutting the cache back is not part of it."""
-        spent = 0.0
-        for _ in range(VERIFY_REPEATS):
-            spent += self._clock.time(lambda: self.forward(tokens))
-            self.restore(tokens)
-        return spent / VERIFY_REPEATS
 
-
-def verify_ratio(many_s: Sequence[float], one_s: Sequence[float]) -> Estimate:
+def verify_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """`pairs` are of Verifier.pair, one a round."""
+    many_s, one_s = zip(*pairs, strict=True)
     return paired_ratio(many_s, one_s, (f"{DRAFT_LEN} tokens_s", "1 token_s"))
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def row(name: str, workload: Workload, target: EagerEngine, precision: str, outputs: Sequence[Generated]) -> Cell:
-    """The target alone, through `generate`. `outputs` are one a round."""
+def row(workload: Workload, loop: Loop, precision: str, outputs: Sequence[Generated]) -> Cell:
+    """The target alone. `outputs` are one a round."""
     return Cell(
-        id=f"speculation.{name}",
+        id="speculation.alone",
         station="speculation",
         phase="row",
         workload=workload.record | {"generation": greedy_config(workload.output_len).to_diff_dict()},
-        engine="transformers generate",
+        engine=loop.engine,
         precision=precision,
         wall_s=tuple(o.wall_s for o in outputs),
         figures=_figures(outputs),
-        kernels=_attention(target, workload),
+        kernels=_attention(loop.target, workload),
         unavailable={"device_s": _NO_DEVICE_S, "acceptance_rate": "no draft"},
     )
 
 
 def draft_row(
     workload: Workload,
-    target: EagerEngine,
-    draft: EagerEngine,
+    loop: Loop,
+    check: Trace,
     precision: str,
     alone: Sequence[Generated],
     with_draft: Sequence[Generated],
     draft_alone: Sequence[Generated],
 ) -> Cell:
-    """The target with its draft, with what the rounds say about its speed: the ratio, c, and what both predict."""
+    """The target with its draft, with what the rounds say about its speed: the ratio, c, and what both predict. `check` is the
+    trace of one check."""
     rounds = list(zip(alone, with_draft, draft_alone, strict=True))
     costs = [step_cost(a, d) for a, _, d in rounds]
     last = with_draft[-1]
@@ -350,7 +438,7 @@ def draft_row(
         station="speculation",
         phase="row",
         workload=workload.record | {"generation": draft_config(workload.output_len).to_diff_dict()},
-        engine="transformers generate",
+        engine=loop.engine,
         precision=precision,
         wall_s=tuple(o.wall_s for o in with_draft),
         figures=_figures(with_draft)
@@ -363,8 +451,8 @@ def draft_row(
             "c": statistics.median(costs),
             "predicted_speed": statistics.median(predicted_speed(w, c) for w, c in zip(with_draft, costs, strict=True)),
         },
-        kernels={"verify": _verify_trace(target, workload)["attention"]}
-        | {f"draft {phase}": ran for phase, ran in _attention(draft, workload).items()},
+        kernels={"verify": kernels(check)["attention"]}
+        | {f"draft {phase}": ran for phase, ran in _attention(loop.draft, workload).items()},
         unavailable={"device_s": _NO_DEVICE_S},
     )
 
@@ -381,29 +469,22 @@ def _figures(outputs: Sequence[Generated]) -> dict[str, float]:
     }
 
 
-def _attention(engine: EagerEngine, workload: Workload) -> dict[str, object]:
+def _attention(engine: Engine[Any], workload: Workload) -> dict[str, object]:
     """What attention ran in each phase."""
     phases = Phases.of(engine, workload)
     return {"prefill": kernels(phases.prefill)["attention"], "decode": kernels(phases.decode)["attention"]}
 
 
-def _verify_trace(engine: EagerEngine, workload: Workload) -> dict[str, object]:
-    checker = Verifier(engine, workload, Clock())
-    return kernels(trace(lambda: checker.forward(DRAFT_LEN), engine.device))
-
-
-def verify_cell(
-    workload: Workload, engine: EagerEngine, precision: str, many_s: Sequence[float], one_s: Sequence[float]
-) -> Cell:
+def verify_cell(workload: Workload, checker: Verifier, precision: str, pairs: Sequence[tuple[float, float]]) -> Cell:
     """Checking DRAFT_LEN tokens a row beside one decode step, at the workload's batch size."""
-    checker = Verifier(engine, workload, Clock())
-    traced = trace(lambda: checker.forward(DRAFT_LEN), engine.device)
+    traced = checker.traced()
+    many_s, one_s = zip(*pairs, strict=True)
     return Cell(
         id=f"speculation.verify.{workload.batch_size}",
         station="speculation",
         phase="verify",
         workload=workload.record | {"checked": DRAFT_LEN, "cache_len": checker.cache_len},
-        engine=engine.name,
+        engine=checker.engine.name,
         precision=precision,
         wall_s=tuple(many_s),
         device_s=(traced.device_s,) if traced.device_s is not None else None,

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, supported_activities
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 Device = Literal["cpu", "cuda"]
 Shape = tuple[int, ...]
@@ -31,6 +31,8 @@ _BACKEND_OF_OP = {
     "aten::_scaled_dot_product_attention_math": "math",
 }
 _SDPA = "aten::scaled_dot_product_attention"
+_RANGE = "traced call"
+"""What the profiler calls the span of one of several calls."""
 _PRODUCTS = {"aten::matmul": 0, "aten::bmm": 0, "aten::baddbmm": 1}  # and where the first factor stands
 
 # In this order: cuDNN's kernels have "flash" in their names too.
@@ -122,10 +124,41 @@ class Trace:
 
 
 def trace(call: Callable[[], object], device: Device) -> Trace:
-    """Runs `call` once under the profiler. `device` is where its work happens.
+    """Runs `call` once under the profiler, as `record` does. A profiler that doesn't start is a reason in the trace."""
+    events = record(call, device)
+    if isinstance(events, str):
+        return Trace(None, None, None, (), (), events)
+    return from_events(events, device)
 
-    Earlier work is waited for before, the call's own work inside the profile. The call's exceptions go through. A
-    profiler that doesn't start is a reason in the trace, and the call then didn't run.
+
+def trace_each(calls: Sequence[Callable[[], object]], device: Device) -> list[Trace]:
+    """A trace of each of several calls, run one after the other under one profiler: starting and stopping it costs more
+    than a phase of a model does. Each call's work is waited for before the next begins."""
+    sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def all_of_them() -> None:
+        for number, call in enumerate(calls):
+            with record_function(f"{_RANGE} {number}"):
+                call()
+                sync()
+
+    events = record(all_of_them, device)
+    if isinstance(events, str):
+        return [Trace(None, None, None, (), (), events)] * len(calls)
+    ranges = {e.name: e for e in events if e.name.startswith(_RANGE)}
+    return [
+        from_events(
+            [e for e in events if one.start_ns <= e.start_ns and e.end_ns <= one.end_ns and e is not one], device
+        )
+        for one in (ranges[f"{_RANGE} {number}"] for number in range(len(calls)))
+    ]
+
+
+def record(call: Callable[[], object], device: Device) -> list[Event] | str:
+    """Runs `call` once under the profiler and gives what the host and the card did. `device` is where its work happens.
+
+    Earlier work is waited for before, the call's own work inside the profile. The call's exceptions go through. Where
+    the profiler doesn't start, the reason is given and the call didn't run.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"traces are of cpu or cuda, not {device}")
@@ -141,13 +174,13 @@ def trace(call: Callable[[], object], device: Device) -> Trace:
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             profiler.start()
     except RuntimeError as error:
-        return Trace(None, None, None, (), (), f"the profiler did not start: {str(error).splitlines()[0]}")
+        return f"the profiler did not start: {str(error).splitlines()[0]}"
     try:
         call()
         sync()
     finally:
         profiler.stop()
-    return from_events(_events(profiler), device)
+    return _events(profiler)
 
 
 def _events(profiler: profile) -> list[Event]:

@@ -17,14 +17,20 @@ PROMPT_LEN = 37
 LONG_PROMPT_LEN = {"cuda": 512, "cpu": 128}
 """A prompt long enough for its prefill to show. The CPU has no launches to hide behind and shows it with fewer."""
 
-COMPARED_SHARE = {"cuda": 1.0, "cpu": 0.5}
-"""Share of the new tokens that rounds of whole requests generate: on the CPU only claims are judged so that half shows."""
+COMPARED_SHARE = 0.5
+"""Share of the new tokens that rounds of whole requests generate: what they show takes many rounds rather than long ones."""
 
 PREFIX_LEN = 1484
 """The article's system prompt of 40 policies, in tokens."""
 
 NEW_TOKENS = 48
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+LARGEST_BATCH = 65_536
+"""Rows that a batch may have: more take minutes to write down, and no card holds their KV cache."""
+
+ANSWER_LEN = 40
+"""Tokens of the answer to the user's own question."""
+
 SUFFIXES = ("How do I reset my password?", "Why was I charged twice this month?")
 QUANT_PROMPT = "what is a KV cache?"
 
@@ -66,6 +72,11 @@ class Workload:
         return max(map(len, self.prompts))
 
     @property
+    def total_len(self) -> int:
+        """Positions that the longest row takes, its new tokens included."""
+        return self.prompt_len + self.output_len
+
+    @property
     def record(self) -> dict[str, object]:
         """For run.json."""
         return {
@@ -97,26 +108,31 @@ def prefix_ids(tokenizer: Tokenizer, prefix_len: int, text: str = SYSTEM_TEXT) -
     return exactly(encode(tokenizer, text), prefix_len)
 
 
-def short_prompt(tokenizer: Tokenizer, row: int, prompt_len: int = PROMPT_LEN) -> Ids:
-    """`prompt_len` tokens that end in row's own question; rows differ, as users do.
+def short_prompts(tokenizer: Tokenizer, lengths: Sequence[int]) -> tuple[Ids, ...]:
+    """Prompts of these lengths in tokens, each ending in its row's own question; rows differ, as users do.
 
     The front is filled from the policies, so that the question stays whole and the answer is the question's.
     """
-    question = question_ids(tokenizer, QUESTIONS[row % len(QUESTIONS)][0])[-prompt_len:]
     lead = encode(tokenizer, SYSTEM_TEXT)
-    return exactly(lead[row:] or lead, prompt_len - len(question)) + question
+    asked = [question_ids(tokenizer, question) for question, *_ in QUESTIONS[: len(lengths)]]
+    prompts = []
+    for row, length in enumerate(lengths):
+        question = asked[row % len(asked)][-length:]
+        start = row % max(1, len(lead))
+        prompts.append(exactly(lead[start : start + length], length - len(question)) + question)
+    return tuple(prompts)
 
 
 def equal_rows(tokenizer: Tokenizer, batch_size: int, output_len: int, prompt_len: int = PROMPT_LEN) -> Workload:
     """A batch of different prompts of equal length: the article's batching table."""
-    prompts = tuple(short_prompt(tokenizer, row, prompt_len) for row in range(batch_size))
+    prompts = short_prompts(tokenizer, [prompt_len] * batch_size)
     return Workload(f"{batch_size} x {prompt_len} tokens", prompts, output_len)
 
 
 def unequal_rows(tokenizer: Tokenizer, batch_size: int, output_len: int) -> Workload:
     """A batch of prompts of 9 to 37 tokens and more, so that rows are padded on the left."""
     lengths = [9 + (7 * row) % (PROMPT_LEN - 8) for row in range(batch_size)]
-    prompts = tuple(short_prompt(tokenizer, row, length) for row, length in enumerate(lengths))
+    prompts = short_prompts(tokenizer, lengths)
     return Workload(f"{batch_size} rows of {min(lengths)} to {max(lengths)} tokens", prompts, output_len)
 
 

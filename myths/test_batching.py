@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import batching, workloads
+from benchmarks import batching, curves, workloads
 from benchmarks.phases import Request
+from benchmarks.rows import missing_row
+from benchmarks.session import NotCaptured
 
 
-def test_batching_row(batch_size, session, target, tokenizer, sampled, benchmark):
+def test_batching_row(batch_size, engine_name, session, target, tokenizer, roofline, sampled, benchmark):
     workload = workloads.equal_rows(tokenizer, batch_size, session.options.new_tokens)
-    cells = batching.row(target, workload, session.clock, session.rig.reference, sampled)
+    try:
+        engine = session.engine(engine_name, target, batch_size, workload.total_len)
+    except NotCaptured as error:
+        id = batching.row_id(workload)
+        session.ledger.cell(missing_row(id, workload, engine_name, session.rig.reference, str(error)))
+        raise
+    cells = batching.row(engine, workload, session.clock, session.rig.reference, sampled, roofline)
     for cell in cells:
         session.ledger.cell(cell)
     benchmark.extra_info.update(cells[0].figures)
@@ -23,15 +31,25 @@ def test_batching_row(batch_size, session, target, tokenizer, sampled, benchmark
         pytest.fail(f"batch {batch_size}: {cells[0].note or cells[0].unavailable['figures']}", pytrace=False)
 
 
+def test_the_batch_size_at_which_a_further_user_stops_being_cheap(engine_name, session, target, tokenizer):
+    engine_for, limits = (lambda rows: target), curves.BATCH_LIMITS[session.device]
+    if engine_name == "graph":
+        engine_for, limits = curves.recorded(target), curves.GRAPH_LIMITS
+    tokens = workloads.prefix_ids(tokenizer, 256)
+    curve = curves.batch_curve(engine_for, session.device, session.clock, tokens, limits)
+    for cell in curves.curve_cells(curves.BATCHING, curve, engine_name, session.rig.reference):
+        session.ledger.cell(cell)
+
+
 @pytest.fixture(scope="module")
-def one_and_sixteen(session, target, tokenizer):
+def one_and_sixteen(engine_name, session, target, tokenizer):
     """Batch 1 and batch 16 of 37-token prompts, in turn."""
-    output_len = round(session.options.new_tokens * workloads.COMPARED_SHARE[session.device])
-    asked = {
-        name: Request(target, workloads.equal_rows(tokenizer, rows, output_len))
-        for name, rows in (("one", 1), ("sixteen", 16))
-    }
-    return session.compare_in_turn(asked, batching.sixteen_over_one)
+    output_len = round(session.options.new_tokens * workloads.COMPARED_SHARE)
+    asked = {}
+    for name, rows in (("one", 1), ("sixteen", 16)):
+        workload = workloads.equal_rows(tokenizer, rows, output_len)
+        asked[name] = Request(session.engine(engine_name, target, rows, workload.total_len), workload)
+    return session.compare_in_turn(asked, batching.sixteen_over_one, engine_name)
 
 
 @pytest.mark.claim("batching.throughput")
@@ -70,6 +88,13 @@ def test_sixteen_chats_cost_little_memory(session, target, tokenizer, judge):
     judge(batching.memory_growth(target, one, sixteen))
 
 
+@pytest.fixture(scope="module")
+def alone(session, target, tokenizer):
+    """Sixteen rows of unequal length, each asked alone."""
+    return batching.Alone.of(target, workloads.unequal_rows(tokenizer, 16, session.options.new_tokens // 3))
+
+
 @pytest.mark.claim("batching.same_tokens")
-def test_a_row_says_the_same_among_fifteen_others(session, target, tokenizer, judge):
-    judge(batching.same_tokens(target, workloads.unequal_rows(tokenizer, 16, session.options.new_tokens // 3)))
+def test_a_row_says_the_same_among_fifteen_others(engine_name, session, target, alone, judge):
+    together = session.engine(engine_name, target, 16, alone.workload.total_len)
+    judge(batching.same_tokens(together, alone))

@@ -7,9 +7,11 @@ early, or a timestamp on top, and nothing after it can be reused.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from benchmarks import prefix, workloads
+from benchmarks import curves, prefix, workloads
 from benchmarks.phases import Prompt, StoredPrefix
 
 
@@ -29,9 +31,23 @@ def requests(session, tokenizer, system_prompt):
     return [prefix.hit(tokenizer, system_prompt, q, session.options.new_tokens) for q in session.options.all_suffixes]
 
 
-def test_prefix_row(suffix_number, session, target, stored, requests, sampled, benchmark):
+@pytest.fixture(scope="module")
+def pair(engine_name, session, target, requests):
+    """What serves the full and the cached request."""
+    longest = max(request.full.total_len for request in requests)
+    return tuple(session.engine(engine_name, target, 1, longest, side) for side in (0, 1))
+
+
+def test_prefix_row(suffix_number, session, pair, stored, requests, roofline, sampled, benchmark):
     cells = prefix.rows(
-        target, stored, requests[suffix_number], session.clock, session.rig.reference, sampled, str(suffix_number)
+        pair,
+        stored,
+        requests[suffix_number],
+        session.clock,
+        session.rig.reference,
+        sampled,
+        str(suffix_number),
+        roofline,
     )
     for cell in cells:
         session.ledger.cell(cell)
@@ -39,17 +55,34 @@ def test_prefix_row(suffix_number, session, target, stored, requests, sampled, b
             benchmark.extra_info[cell.id] = dict(cell.figures)
 
 
+def test_the_length_from_which_a_cached_prefix_halves_the_wait(session, target, system_prompt):
+    curve = curves.prefix_curve(target, session.clock, system_prompt, curves.PREFIX_LIMITS[session.device])
+    for cell in curves.curve_cells(curves.PREFIX, curve, target.name, session.rig.reference):
+        session.ledger.cell(cell)
+
+
+@pytest.fixture(scope="module")
+def compared(session, target, stored, tokenizer, system_prompt):
+    """What requests with a full and with a cached prefill show when they are served in turn, by engine."""
+    output_len = min(prefix.PAIR_LEN[session.device], session.options.new_tokens)
+    asked = prefix.hit(tokenizer, system_prompt, session.options.all_suffixes[0], output_len)
+
+    @cache
+    def _compared(engine_name):
+        pair = tuple(session.engine(engine_name, target, 1, asked.full.total_len, side) for side in (0, 1))
+        return session.compare_in_turn(prefix.both_ways(pair, stored, asked), prefix.ratios, engine_name).observed
+
+    return _compared
+
+
 @pytest.mark.claim("prefix.prefill_1484")
-def test_a_cached_prefix_makes_prefill_several_times_faster(session, target, stored, tokenizer, system_prompt, judge):
-    first_token = prefix.hit(tokenizer, system_prompt, session.options.all_suffixes[0], 1)
-    found = session.compare_in_turn(prefix.both_ways(target, stored, first_token), prefix.prefill_ratio)
-    judge(found.observed["prefix.prefill_1484"])
+def test_a_cached_prefix_makes_prefill_several_times_faster(compared, judge):
+    judge(compared("eager")["prefix.prefill_1484"])
 
 
 @pytest.mark.claim("prefix.not_free")
-def test_the_cached_request_still_costs_most_of_the_full_one(session, target, stored, requests, judge):
-    found = session.compare_in_turn(prefix.both_ways(target, stored, requests[0]), prefix.request_ratio)
-    judge(found.observed["prefix.not_free"])
+def test_the_cached_request_still_costs_most_of_the_full_one(engine_name, compared, judge):
+    judge(compared(engine_name)["prefix.not_free"])
 
 
 @pytest.mark.claim("prefix.prefill_device_bound")
@@ -58,15 +91,19 @@ def test_a_long_enough_prefix_is_worth_caching_on_any_card(session, target, syst
 
 
 @pytest.mark.claim("prefix.decode_unchanged")
-def test_decode_takes_the_same_time_after_either_prefill(session, target, stored, tokenizer, system_prompt, judge):
-    short = prefix.hit(tokenizer, system_prompt, session.options.all_suffixes[0], prefix.PAIR_LEN)
-    found = session.compare_in_turn(prefix.both_ways(target, stored, short), prefix.decode_ratio)
-    judge(found.observed["prefix.decode_unchanged"])
+def test_decode_takes_the_same_time_after_either_prefill(engine_name, compared, judge):
+    judge(compared(engine_name)["prefix.decode_unchanged"])
+
+
+@pytest.fixture(scope="module")
+def told(target, requests):
+    """The eager engine's answers after a full prefill."""
+    return [prefix.Told.of(target, request) for request in requests]
 
 
 @pytest.mark.claim("prefix.same_answer")
-def test_the_answer_is_the_same(target, stored, requests, judge):
-    judge(prefix.same_answer(target, stored, requests))
+def test_the_answer_is_the_same(pair, stored, told, judge):
+    judge(prefix.same_answer(pair[1], stored, told))
 
 
 @pytest.mark.claim("prefix.one_word")

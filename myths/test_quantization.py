@@ -12,11 +12,11 @@ import pytest
 from benchmarks import quantization, workloads
 from benchmarks.claims import CLAIMS
 from benchmarks.phases import Request
+from benchmarks.rows import missing_row
+from benchmarks.session import NotCaptured
 
 STEPS = 8
 """Output tokens of a timed request: enough steps for a time per token, and int8 takes three times as long as fp16."""
-
-ANSWER_LEN = 40
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +31,27 @@ def eval_rows(tokenizer):
 
 
 @pytest.mark.parametrize("precision", ["reference", "int8", "nf4"])
-def test_quant_row(precision, session, fixture_of, tokenizer, sampled, benchmark, request):
-    engine = request.getfixturevalue(fixture_of[precision])
+def test_quant_row(precision, engine_name, session, fixture_of, tokenizer, roofline, sampled, benchmark, request):
+    eager = request.getfixturevalue(fixture_of[precision])
     name = session.rig.reference if precision == "reference" else precision
+    workload = workloads.equal_rows(tokenizer, 1, STEPS)
+    try:
+        engine = session.engine(engine_name, eager, 1, workload.total_len)
+    except NotCaptured as error:
+        session.ledger.cell(missing_row(f"quant.{name}", workload, engine_name, name, str(error)))
+        raise
     said = None
     if session.rig.weights == "trained":
-        said = quantization.answer(engine, tokenizer, session.options.quant_prompt, ANSWER_LEN)
+        said = quantization.answer(eager, tokenizer, session.options.quant_prompt, workloads.ANSWER_LEN)
     cells = quantization.row(
         engine,
-        workloads.equal_rows(tokenizer, 1, STEPS),
+        workload,
         session.clock,
         name,
         session.load_bytes.get(f"target {name}"),
         said,
         sampled,
+        roofline,
     )
     for cell in cells:
         session.ledger.cell(cell)
@@ -67,10 +74,13 @@ def test_every_byte_is_a_low_bit_a_constant_or_left_as_it_was(target, int8, nf4,
 
 
 @pytest.mark.claim("quant.not_always_faster")
-def test_int8_is_not_faster_for_one_user(session, target, int8, tokenizer, judge):
+def test_int8_is_not_faster_for_one_user(engine_name, session, target, int8, tokenizer, judge):
     workload = workloads.equal_rows(tokenizer, 1, STEPS)
-    asked = {"reference": Request(target, workload), "int8": Request(int8, workload)}
-    found = session.compare_in_turn(asked, quantization.slower)
+    asked = {
+        name: Request(session.engine(engine_name, eager, 1, workload.total_len), workload)
+        for name, eager in (("reference", target), ("int8", int8))
+    }
+    found = session.compare_in_turn(asked, quantization.slower, engine_name)
     judge(found.observed["quant.not_always_faster"])
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import speculation, workloads
-from benchmarks.speculation import DRAFT_LEN, Verifier, generate
+from benchmarks.drafts import DRAFT_STEPS, TARGET_STEPS, Replayed, verifier
+from benchmarks.speculation import DRAFT_LEN, Assisted
 
 CHECKED_LEN = 24
 """Output tokens of each compared text; four texts make some thirty cycles of drafting and checking."""
@@ -28,41 +29,64 @@ def helper(session, request):
 
 
 @pytest.fixture(scope="module")
-def checked(session, target, helper, tokenizer):
-    """Assisted outputs beside the target's own, by text."""
-    texts = speculation.conversations(tokenizer, min(CHECKED_LEN, session.options.new_tokens))
-    return {name: speculation.check(target, helper, workload, session.clock) for name, workload in texts.items()}
+def loop(engine_name, session, target, helper, texts):
+    """The library's assisted generation on the eager engine, or the same loop of replays."""
+    if engine_name == "eager":
+        return Assisted(target, helper, session.clock)
+    longest = max(workload.total_len for workload in texts.values()) + DRAFT_LEN
+    return Replayed(
+        session.graph(target, 1, longest, step_lens=TARGET_STEPS),
+        session.graph(helper, 1, longest, step_lens=DRAFT_STEPS),
+        session.clock,
+    )
 
 
 @pytest.fixture(scope="module")
-def in_turn(session, target, helper, tokenizer):
+def texts(session, tokenizer):
+    """What is asked: questions, counting and open text, and the workload of the table."""
+    asked = speculation.conversations(tokenizer, min(CHECKED_LEN, session.options.new_tokens))
+    return asked | {"table": workloads.equal_rows(tokenizer, 1, session.options.new_tokens)}
+
+
+@pytest.fixture(scope="module")
+def checked(loop, target, texts):
+    """Assisted outputs beside the target's own, by text."""
+    return {name: speculation.check(loop, target, asked) for name, asked in texts.items() if name != "table"}
+
+
+@pytest.fixture(scope="module")
+def in_turn(engine_name, session, loop, texts):
     """The target alone, the target with its draft, and the draft alone, in turn."""
-    (prompt,) = workloads.equal_rows(tokenizer, 1, 1).prompts
+    (prompt,) = texts["table"].prompts
     length = min(ROUNDS_LEN, session.options.new_tokens)
     sides = {
-        "alone": lambda: generate(target, prompt, length, session.clock),
-        "with draft": lambda: generate(target, prompt, length, session.clock, helper),
-        "draft alone": lambda: generate(helper, prompt, length, session.clock),
+        "alone": lambda: loop.alone(prompt, length),
+        "with draft": lambda: loop.with_draft(prompt, length),
+        "draft alone": lambda: loop.draft_alone(prompt, length),
     }
-    return session.compare(sides, lambda r: speculation.speed(r["alone"], r["with draft"], r["draft alone"]))
+    return session.compare(
+        sides, lambda r: speculation.speed(r["alone"], r["with draft"], r["draft alone"]), engine_name
+    )
 
 
-def test_speculation_row(session, target, helper, tokenizer, sampled, benchmark):
-    workload = workloads.equal_rows(tokenizer, 1, session.options.new_tokens)
+def test_speculation_row(session, loop, texts, sampled, benchmark):
+    workload = texts["table"]
     (prompt,) = workload.prompts
     rounds = sampled(
         lambda: (
-            generate(target, prompt, workload.output_len, session.clock),
-            generate(target, prompt, workload.output_len, session.clock, helper),
-            generate(helper, prompt, workload.output_len, session.clock),
+            loop.alone(prompt, workload.output_len),
+            loop.with_draft(prompt, workload.output_len),
+            loop.draft_alone(prompt, workload.output_len),
         ),
-        warm_up=lambda: generate(target, prompt, 4, session.clock, helper),
+        warm_up=lambda: loop.with_draft(prompt, 4),
+        rounds=1,  # three whole outputs each; the claims about speed have rounds of their own
     )
     alone, with_draft, draft_alone = (list(side) for side in zip(*rounds, strict=True))
     reference = session.rig.reference
+    check = verifier(loop.target, workload, session.clock).traced()
     for cell in (
-        speculation.row("alone", workload, target, reference, alone),
-        speculation.draft_row(workload, target, helper, reference, alone, with_draft, draft_alone),
+        speculation.row(workload, loop, reference, alone),
+        speculation.draft_row(workload, loop, check, reference, alone, with_draft, draft_alone),
     ):
         session.ledger.cell(cell)
         benchmark.extra_info[cell.id] = dict(cell.figures)
@@ -88,33 +112,34 @@ def test_speed_follows_acceptance_and_draft_cost(in_turn, judge):
     judge(in_turn.observed["speculation.cost_model"])
 
 
-def _verify_sides(session, target, workload):
-    checker = Verifier(target, workload, session.clock)
-    return {"many": lambda: checker.seconds(DRAFT_LEN), "one": lambda: checker.seconds(1)}
+@pytest.fixture
+def checker(engine_name, session, target, tokenizer):
+    """What times checks at a batch size, on either engine."""
+
+    def _checker(batch_size):
+        workload = workloads.equal_rows(tokenizer, batch_size, 1)
+        cache_len = workload.prompt_len + DRAFT_LEN
+        engine = session.engine(engine_name, target, batch_size, cache_len, step_lens=TARGET_STEPS)
+        return workload, verifier(engine, workload, session.clock)
+
+    return _checker
 
 
 @pytest.mark.claim("speculation.verify_cheap")
-def test_checking_five_tokens_costs_about_one_step(session, target, tokenizer, judge):
-    workload = workloads.equal_rows(tokenizer, 1, 1)
+def test_checking_five_tokens_costs_about_one_step(engine_name, session, checker, judge):
+    workload, checks = checker(1)
     found = session.compare(
-        _verify_sides(session, target, workload),
-        lambda r: {"speculation.verify_cheap": speculation.verify_ratio(r["many"], r["one"])},
+        {"pair": checks.pair},
+        lambda r: {"speculation.verify_cheap": speculation.verify_ratio(r["pair"])},
+        engine_name,
     )
-    seen = found.rounds
-    session.ledger.cell(speculation.verify_cell(workload, target, session.rig.reference, seen["many"], seen["one"]))
+    session.ledger.cell(speculation.verify_cell(workload, checks, session.rig.reference, found.rounds["pair"]))
     judge(found.observed["speculation.verify_cheap"])
 
 
-def test_verify_row(session, target, tokenizer, sampled, benchmark):
+def test_verify_row(session, checker, sampled, benchmark):
     """The same at batch 16, where a step is less of a wait for weights: a figure, not a claim."""
-    workload = workloads.equal_rows(tokenizer, 16, 1)
-    sides = _verify_sides(session, target, workload)
-
-    def both():
-        return sides["many"](), sides["one"]()
-
-    rounds = sampled(both, both)
-    many, one = (list(side) for side in zip(*rounds, strict=True))
-    cell = speculation.verify_cell(workload, target, session.rig.reference, many, one)
+    workload, checks = checker(16)
+    cell = speculation.verify_cell(workload, checks, session.rig.reference, sampled(checks.pair, checks.pair))
     session.ledger.cell(cell)
     benchmark.extra_info[cell.id] = dict(cell.figures)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ from transformers import AutoConfig
 from benchmarks import batching
 from benchmarks.claims import CLAIMS, Word
 from benchmarks.memory import OutOfMemory, kv_cache_bytes, tensor_bytes
-from benchmarks.phases import EagerEngine, Request, State, serve
+from benchmarks.phases import EagerEngine, Prompt, Request, State, serve
 from benchmarks.rigs import random_model
 from benchmarks.runs import Run
 from benchmarks.timing import Clock, quiet
-from benchmarks.workloads import Workload
+from benchmarks.workloads import LARGEST_BATCH, Workload
 from tests.pretend import Pretend, verdict
 
 ROUNDS = 10
@@ -131,6 +133,16 @@ def test_a_counter_that_sees_less_than_the_cache_itself_is_refuted(
     assert memory_word(small, monkeypatch, lambda w: kv_bytes(small, w) // 2) is Word.REFUTED
 
 
+def test_a_batch_whose_cache_cannot_fit_is_a_row_that_says_so_and_nothing_is_run(
+    small: EagerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small.model, "forward", None)
+    workload = rows_of(LARGEST_BATCH, 1, 2**22)
+    (cell,) = batching.row(small, workload, Clock(), "fp32", sampled=lambda call, warm_up: [call()])
+    assert cell.note == "out of memory"
+    assert cell.unavailable["wall_s"] == "out of memory"
+
+
 @pytest.mark.parametrize("peak", [None, OutOfMemory()], ids=["no counter", "out of memory"])
 def test_memory_that_was_not_counted_is_never_a_pass(
     peak: OutOfMemory | None, small: EagerEngine, monkeypatch: pytest.MonkeyPatch
@@ -139,19 +151,72 @@ def test_memory_that_was_not_counted_is_never_a_pass(
 
 
 class Leaking(EagerEngine):
-    """Each row hears a little of the row before it."""
+    """Each row hears a little of the row before it: a tenth of its logits."""
 
-    def step(self, state: State, tokens: torch.Tensor | None = None) -> State:
-        state = super().step(state, tokens)
-        state.logits = state.logits + 0.5 * state.logits.roll(1, 0) * (state.logits.shape[0] > 1)
+    share = 0.1
+
+    def _forward(self, *arguments: Any) -> State:
+        state = super()._forward(*arguments)
+        state.logits = (1 - self.share) * state.logits + self.share * state.logits.roll(1, 0)
         return state
 
 
-@pytest.mark.parametrize(("kind", "word"), [(EagerEngine, Word.HOLDS), (Leaking, Word.REFUTED)])
-def test_rows_that_hear_each_other_are_refuted(kind: type[EagerEngine], word: Word, small: EagerEngine) -> None:
-    prompts = tuple(tuple((7 * row + 13 * i * i) % 8000 for i in range(4 + 3 * row)) for row in range(4))
-    observed = batching.same_tokens(kind(small.model), Workload("unequal", prompts, 8))
-    assert verdict("batching.same_tokens", observed).word is word
+class Loud(Leaking):
+    """Each row hears the row before it as well as itself."""
+
+    share = 0.5
+
+
+class LeakedPosition(EagerEngine):
+    """The last position of each row's KV cache is the row's before it."""
+
+    def prefill(self, prompt: Prompt, cache: Any | None = None) -> State:
+        state = super().prefill(prompt, cache)
+        with torch.inference_mode():
+            for layer in state.cache.layers:
+                for held in (layer.keys, layer.values):
+                    held[:, :, -1] = held[:, :, -1].roll(1, 0).clone()
+        return state
+
+
+class VisiblePad(EagerEngine):
+    """The last pad token of each padded row may be looked at."""
+
+    def prefill(self, prompt: Prompt, cache: Any | None = None) -> State:
+        assert prompt.mask is not None
+        mask = torch.maximum(prompt.mask, prompt.mask.roll(-1, 1))
+        mask[:, -1] = 1
+        return super().prefill(Prompt(prompt.ids, mask), cache)
+
+
+UNEQUAL = Workload("unequal", tuple(tuple((7 * r + 13 * i * i) % 8000 for i in range(4 + 3 * r)) for r in range(4)), 8)
+
+
+@pytest.mark.parametrize("kind", [EagerEngine, Leaking, Loud, LeakedPosition, VisiblePad])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
+def test_rows_that_hear_each_other_are_refuted(kind: type[EagerEngine], dtype: torch.dtype, small: EagerEngine) -> None:
+    eager = small if dtype is torch.float32 else EagerEngine(copy.deepcopy(small.model).to(dtype))
+    told = verdict("batching.same_tokens", batching.same_tokens(kind(eager.model), batching.Alone.of(eager, UNEQUAL)))
+    assert told.word is (Word.HOLDS if kind is EagerEngine else Word.REFUTED), told.line
+
+
+@pytest.mark.parametrize("kind", [Leaking, LeakedPosition, VisiblePad])
+def test_a_leak_that_changes_no_token_is_seen_in_the_logits(kind: type[EagerEngine], small: EagerEngine) -> None:
+    """A model that is sure of its words: one successor of each token stands far above all others."""
+    model = copy.deepcopy(small.model)
+
+    def be_sure(_module: Any, args: Any, output: Any) -> None:
+        ids = args[0][:, -output.logits.shape[1] :]
+        output.logits.scatter_add_(2, (3 * ids[..., None] + 1) % 8000, torch.full((*ids.shape, 1), 100.0))
+
+    model.register_forward_hook(be_sure)
+    workload = replace(UNEQUAL, prompts=tuple((*row, 50 + 7 * i) for i, row in enumerate(UNEQUAL.prompts)))
+    for engine, word in ((EagerEngine(model), Word.HOLDS), (kind(model), Word.REFUTED)):
+        told = verdict(
+            "batching.same_tokens", batching.same_tokens(engine, batching.Alone.of(EagerEngine(model), workload))
+        )
+        assert told.word is word
+        assert "4 of 4 rows equal token for token" in told.line and "logits" in told.line
 
 
 def test_every_claim_of_the_station_has_met_its_liar_here() -> None:
@@ -183,7 +248,7 @@ def test_a_row_that_does_not_fit_says_so_and_the_others_are_measured(small: Eage
     cells = {n: batching.row(full, rows_of(n, 8, 8), clock, "fp32", sampled) for n in (1, 2, 4, 1)}
     (gone,) = cells[4]
     assert (gone.id, gone.phase, gone.note, gone.wall_s) == ("batching.4", "row", "out of memory", None)
-    assert set(gone.unavailable) == {"wall_s", "device_s", "figures"}
+    assert set(gone.unavailable) == {"wall_s", "device_s", "host_bound", "figures"}
     assert [cell.id for cell in cells[2]] == ["batching.2", "batching.2.prefill", "batching.2.decode"]
 
 

@@ -144,10 +144,11 @@ def test_a_run_keeps_its_calibration_and_the_next_run_knows_it(tmp_path: Path) -
     first = session(tmp_path)
     assert first.known_floors() is None
     first.set_floors(KNOWN)
-    assert first.setting.floors == {"decode_wall": 0.02}
+    assert first.setting().floors == {"decode_wall": 0.02}
     first.skip(CLAIMS["batching.latency"], "no CUDA")
     assert read(tmp_path)["noise_floor"] == {"decode_wall": 0.02}
     assert read(tmp_path)["calibration"]["unavailable"] == {"decode_device": "no CUDA"}
+    assert read(tmp_path)["unavailable"] == {}
     assert session(tmp_path).known_floors() == KNOWN
 
 
@@ -156,6 +157,7 @@ def test_it_is_still_known_after_the_first_entry_of_the_new_run(tmp_path: Path) 
     suite = session(tmp_path)
     suite.skip(CLAIMS["batching.latency"], "no CUDA")
     assert read(tmp_path)["calibration"] is None
+    assert "rests on a clock" in read(tmp_path)["unavailable"]["calibration"]
     assert suite.known_floors() == KNOWN
 
 

@@ -44,7 +44,7 @@ def test_every_cell_and_verdict_is_on_disk_as_soon_as_it_is_known(tmp_path: Path
     kept.cell(cell())
     assert [c["id"] for c in read(kept.path)["cells"]] == ["batching.1.decode"]
     assert read(kept.path)["claims"] == []
-    kept.verdict(judge(CLAIMS["batching.latency"], paired_ratio([1.0] * 20, [1.0] * 20)))
+    kept.verdict(judge(CLAIMS["batching.latency"], paired_ratio([1.0] * 20, [1.0] * 20)), "eager")
     kept.note("machine_after", {"name": "a card"})
     run = read(kept.path)
     assert [(c["id"], c["verdict"], c["n"]) for c in run["claims"]] == [("batching.latency", "HOLDS", 20)]
@@ -57,11 +57,25 @@ def test_what_is_measured_again_stands_once_as_measured_last(tmp_path: Path) -> 
     kept = ledger(tmp_path)
     for figure in (1.0, 2.0):
         kept.cell(cell(figures={"top": figure}))
-        kept.verdict(judge(CLAIMS["batching.same_tokens"], counted(figure)))
+        kept.verdict(judge(CLAIMS["batching.same_tokens"], counted(figure)), "eager")
     run = read(kept.path)
     assert [c["figures"]["top"] for c in run["cells"]] == [2.0]
     assert [c["observed"] for c in run["claims"]] == [2.0]
-    assert len(kept.verdicts) == 1
+
+
+def test_a_verdict_that_another_engine_contradicts_says_why(tmp_path: Path) -> None:
+    kept = ledger(tmp_path)
+    kept.cell(cell(wall_s=(0.02,), device_s=(0.003,)))
+    for engine, figure in (("eager", 1.0), ("graph", 2.0)):
+        seen = paired_ratio([figure] * 20, [1.0] * 20)
+        kept.verdict(judge(CLAIMS["batching.latency"], seen), engine)
+        kept.verdict(judge(CLAIMS["batching.tpot"], paired_ratio([1.0] * 20, [1.0] * 20)), engine)
+    said = {(c["id"], c["engine"]): (c["verdict"], c["disagreement"]) for c in read(kept.path)["claims"]}
+    assert said.pop(("batching.latency", "graph")) == (
+        "REFUTED",
+        "in an eager step the card waits for the host 85% of the time, which hides what a replay shows",
+    )
+    assert set(said.values()) == {("HOLDS", None)}
 
 
 def test_the_run_before_is_kept_beside_the_new_one(tmp_path: Path) -> None:
@@ -108,7 +122,7 @@ def test_text_of_any_script_survives_in_any_locale(tmp_path: Path) -> None:
 def test_host_bound_is_the_share_of_the_wait_in_which_the_card_was_idle() -> None:
     assert cell().host_bound == pytest.approx(0.75)
     assert cell(device_s=None, unavailable={"device_s": "no CUDA"}).host_bound is None
-    assert cell(wall_s=None).host_bound is None
+    assert cell(wall_s=None, unavailable={"wall_s": "no clock"}).host_bound is None
     assert cell(device_s=(0.3, 0.3, 0.3)).host_bound == 0
 
 
@@ -116,7 +130,7 @@ def test_an_unavailable_figure_is_null_with_its_reason_and_never_zero() -> None:
     record = cell(device_s=None, unavailable={"device_s": "no CUDA"}).record
     assert record["device_s"] is None
     assert record["host_bound"] is None
-    assert record["unavailable"] == {"device_s": "no CUDA"}
+    assert record["unavailable"] == {"device_s": "no CUDA", "host_bound": "no CUDA"}
 
 
 def test_a_verdict_is_kept_with_all_that_a_sceptic_needs() -> None:
@@ -139,3 +153,36 @@ def test_a_claim_that_shows_nothing_has_null_figures_and_a_reason(setting: Setti
     assert record["reason"]
     assert record["interval"] in (None, [None, None])
     assert record["n"] == 0
+
+
+@pytest.mark.parametrize("name", ["wall_s", "device_s"])
+def test_a_time_that_is_missing_without_a_reason_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"batching.1.decode has no {name}"):
+        cell(**{name: None})
+    assert cell(**{name: None, "unavailable": {name: "no clock"}}).record["unavailable"] == {
+        name: "no clock",
+        "host_bound": "no clock",
+    }
+
+
+def test_every_null_of_a_cell_has_its_reason(tmp_path: Path) -> None:
+    kept = ledger(tmp_path)
+    kept.cell(cell(wall_s=(0.0, 0.0), figures={"nll": math.nan, "top": 1.0}, bytes={"peak": math.inf}))
+    (written,) = read(kept.path)["cells"]
+    nulls = {name for name in ("wall_s", "device_s", "host_bound") if written[name] is None}
+    nulls |= {name for kind in ("figures", "bytes") for name, value in written[kind].items() if value is None}
+    assert nulls == {"host_bound", "nll", "peak"}
+    assert nulls == set(written["unavailable"])
+    assert written["unavailable"]["host_bound"] == "the clock stood still"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, {"whole": True})
+    with pytest.raises(UnicodeEncodeError):
+        write_json(path, {"lone": "\ud800"})
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_json(path, {"whole": False})
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    assert read(path) == {"whole": True}

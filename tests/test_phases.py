@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,18 @@ from benchmarks.claims import CLAIMS, Verdict, Word, judge
 from benchmarks.phases import (
     EagerEngine,
     Prompt,
+    Reference,
     Request,
     State,
     StoredPrefix,
     decode,
     forced_choices,
+    logit_distance,
     logit_error,
     reference,
     serve,
     serve_in_turn,
+    tolerance,
 )
 from benchmarks.prefix import Hit
 from benchmarks.rigs import random_model
@@ -172,7 +176,9 @@ def test_a_stored_prefix_that_was_changed_is_never_handed_out(qwen: EagerEngine)
 def test_forced_choices_of_the_reference_itself_are_the_reference(engine: EagerEngine) -> None:
     told = [reference(engine, prompt, NEW) for prompt in ROWS]
     chosen = forced_choices(engine, engine.prefill(Prompt.of(ROWS, "cpu")), told)
-    assert [tuple(row) for row in chosen] == [r.tokens for r in told]
+    assert [row.tokens for row in chosen] == [r.tokens for r in told]
+    error = max(logit_error(engine, prompt, row) for prompt, row in zip(ROWS, told, strict=True))
+    assert all(len(row.distances) == NEW and max(row.distances) < 4 * error for row in chosen)
 
 
 def test_a_references_gap_is_none_for_its_own_token_and_some_for_every_other(qwen: EagerEngine) -> None:
@@ -182,14 +188,46 @@ def test_a_references_gap_is_none_for_its_own_token_and_some_for_every_other(qwe
         assert told.gap(position, (token + 1) % 320) > 0
 
 
-def test_logit_error_is_zero_in_float32_and_measured_in_bfloat16(qwen: EagerEngine, half: EagerEngine) -> None:
-    assert logit_error(qwen, ROWS[5], reference(qwen, ROWS[5], NEW)) == 0
-    told = reference(half, PREFIX, NEW)
-    assert 0 < logit_error(half, PREFIX, told) < float(told.logits.std())
+def test_logit_error_is_measured_in_every_precision_and_only_float32_asks_for_exact_tokens(
+    qwen: EagerEngine, half: EagerEngine
+) -> None:
+    exact, rounded = (reference(engine, PREFIX, NEW) for engine in (qwen, half))
+    spread = float(exact.logits.std())
+    assert 0 < logit_error(qwen, PREFIX, exact) < 1e-4 * spread
+    assert 1e-3 * spread < logit_error(half, PREFIX, rounded) < spread
+    assert tolerance(qwen, [PREFIX], [exact]).gap == 0 < tolerance(qwen, [PREFIX], [exact]).distance
+    assert tolerance(half, [PREFIX], [rounded]).gap > 0
+
+
+def test_two_ways_that_agree_to_the_last_bit_still_have_an_error(qwen: EagerEngine) -> None:
+    """The reference's logits are taken from the single forward itself."""
+    told = reference(qwen, PREFIX, NEW)
+    with torch.inference_mode():
+        again = qwen.model(torch.tensor([[*PREFIX, *told.tokens[:-1]]]), use_cache=False).logits[0, len(PREFIX) - 1 :]
+    largest = float(again.abs().max())
+    error = logit_error(qwen, PREFIX, Reference(told.tokens, again))
+    assert 1e-7 * largest < error < 1e-5 * largest
+
+
+def test_logits_of_any_row_that_are_not_numbers_leave_no_tolerance(qwen: EagerEngine) -> None:
+    good = reference(qwen, PREFIX, NEW)
+    bad = Reference(good.tokens, torch.full_like(good.logits, torch.nan))
+    for rows in ([good, bad], [bad, good]):
+        assert math.isnan(tolerance(qwen, [PREFIX, PREFIX], rows).distance)
+
+
+def test_a_shift_of_all_logits_is_no_distance_and_one_changed_logit_is() -> None:
+    logits = torch.randn(3, 50)
+    moved = logits + torch.tensor([[1.0], [-20.0], [0.0]])
+    moved[2, 7] += 5
+    assert logit_distance(moved, logits).tolist() == pytest.approx([0, 0, 5 * 49 / 50], abs=1e-4)
 
 
 def same_tokens(engine: EagerEngine) -> Verdict:
-    return judge(CLAIMS["batching.same_tokens"], batching.same_tokens(engine, UNEQUAL))
+    return judge(
+        CLAIMS["batching.same_tokens"],
+        batching.same_tokens(engine, batching.Alone.of(EagerEngine(engine.model), UNEQUAL)),
+    )
 
 
 def test_an_honest_batch_holds_in_float32_and_in_bfloat16(engine: EagerEngine, half: EagerEngine) -> None:
@@ -245,9 +283,16 @@ def test_a_batch_that_mixes_up_its_rows_is_refuted(
     assert "position" in told.line
 
 
-def test_logits_that_are_not_numbers_prove_nothing(qwen: EagerEngine, half: EagerEngine) -> None:
+def test_logits_that_are_not_numbers_prove_nothing_and_only_the_subjects_are_refuted(
+    qwen: EagerEngine, half: EagerEngine
+) -> None:
     for model in (qwen.model, half.model):
-        assert same_tokens(NoNumbers(model)).word is Word.INCONCLUSIVE
+        blind = NoNumbers(model)
+        assert (
+            judge(CLAIMS["batching.same_tokens"], batching.same_tokens(blind, batching.Alone.of(blind, UNEQUAL))).word
+            is Word.INCONCLUSIVE
+        )
+        assert same_tokens(blind).word is Word.REFUTED
 
 
 def hits() -> list[Hit]:
@@ -255,7 +300,9 @@ def hits() -> list[Hit]:
 
 
 def same_answer(engine: EagerEngine, stored: StoredPrefix) -> Verdict:
-    return judge(CLAIMS["prefix.same_answer"], prefix.same_answer(engine, stored, hits()))
+    return judge(
+        CLAIMS["prefix.same_answer"], prefix.same_answer(engine, stored, [prefix.Told.of(engine, h) for h in hits()])
+    )
 
 
 class ReusedInPlace(StoredPrefix):
@@ -284,6 +331,7 @@ def test_a_prefix_cache_that_was_changed_is_refuted(liar: type[StoredPrefix], en
     told = same_answer(engine, liar(engine, PREFIX))
     assert told.word is Word.REFUTED
     assert "position" in told.line
+    assert "was handed out for a prefix of 40" in told.line
 
 
 def test_a_prefix_of_another_prompt_is_refuted(qwen: EagerEngine) -> None:

@@ -69,6 +69,19 @@ def total(modules: tuple[quantization.ModuleBytes, ...]) -> int:
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64}
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_linears_that_are_written_as_convolutions_are_counted_too(precision: str) -> None:
+    own = Loader(Rig("own", Source("gpt2", config=GPT2), None, "random", "float32", "cpu"))
+    reference, model = own.model(own.rig.target), own.model(own.rig.target, precision)
+    bnb = [m for m in module_bytes(model) if m.kind == precision]
+    assert {m.name.split(".")[-1] for m in bnb} == {"c_attn", "c_proj", "c_fc"}
+    (explained,) = bytes_explained(reference, {precision: model}).values()
+    assert explained.value == 0, explained.note
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_byte_is_explained_before_and_after_the_first_forward(tied: bool, dtype: str) -> None:
@@ -215,11 +228,14 @@ def test_a_row_has_times_bytes_and_the_answer(engines: dict[str, EagerEngine]) -
         return [call()]
 
     workload = Workload("tiny", ((1, 2, 3),), 3)
-    first, *phases = quantization.row(engines["int8"], workload, Clock(), "int8", 12345, "A cache.", sampled)
+    first, *phases, modules = quantization.row(engines["int8"], workload, Clock(), "int8", 12345, "A cache.", sampled)
     assert (first.id, first.station, first.note) == ("quant.int8", "quant", "answer: A cache.")
     assert first.bytes == {"loaded": 12345.0, "storages": float(total(module_bytes(engines["int8"].model)))}
     assert {"tpot_s", "output_tokens_per_s"} <= set(first.figures)
     assert {p.phase for p in phases} == {"prefill", "decode"}
+    assert modules.phase == "modules"
+    assert sum(modules.bytes.values()) == first.bytes["storages"]
+    assert {"int8", "Embedding"} <= set(modules.bytes)
     bare, *_ = quantization.row(engines["fp"], workload, Clock(), "fp32", None, None, sampled)
     assert "loaded" not in bare.bytes and {"loaded", "answer"} <= set(bare.unavailable)
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig, GenerationConfig
 from benchmarks import speculation
 from benchmarks.claims import CLAIMS, Word, judge
 from benchmarks.estimates import FIRST_LOOK
-from benchmarks.phases import EagerEngine, Reference, reference
+from benchmarks.phases import EagerEngine, Reference, reference, tolerance
 from benchmarks.rigs import random_model
-from benchmarks.speculation import DRAFT_LEN, Checked, Generated, Verifier, generate
+from benchmarks.speculation import DRAFT_LEN, Assisted, Checked, EagerVerifier, Generated, generate
 from benchmarks.timing import Clock
-from benchmarks.tokens import Match
+from benchmarks.tokens import Match, Tolerance
 from benchmarks.workloads import Ids, Workload
 
 QUICK = settings(deadline=None, max_examples=50)
@@ -122,8 +122,8 @@ def test_an_output_of_another_length_is_refused() -> None:
     class Short(torch.nn.Module):
         generation_config = None
 
-        def generate(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
-            return torch.cat([ids, ids[:, :2]], dim=1)
+        def generate(self, ids: torch.Tensor, **_: Any) -> Any:
+            return SimpleNamespace(sequences=torch.cat([ids, ids[:, :2]], dim=1))
 
     short: Any = SimpleNamespace(model=Short(), device="cpu")
     with pytest.raises(RuntimeError, match="4 tokens were asked for and 2 generated"):
@@ -168,8 +168,12 @@ def test_a_draft_that_is_never_right_drafts_five_a_cycle_to_the_end_whatever_its
     assert (said.acceptance_rate, said.mean_acceptance_length) == (0.0, 1.0)
 
 
-def checked(target: EagerEngine, draft: EagerEngine, prompts: tuple[Ids, ...] = PROMPTS[:1]) -> list[Checked]:
-    return [speculation.check(target, draft, Workload("tiny", (p,), LENGTH), CLOCK) for p in prompts]
+def checked(
+    target: EagerEngine, draft: EagerEngine, prompts: tuple[Ids, ...] = PROMPTS[:1], liar: EagerEngine | None = None
+) -> list[Checked]:
+    """The draft with its target, or with a liar in the target's place, against the target alone."""
+    loop = Assisted(liar or target, draft, CLOCK)
+    return [speculation.check(loop, target, Workload("tiny", (p,), LENGTH)) for p in prompts]
 
 
 def test_the_output_is_the_targets_own_and_liars_are_refuted_and_empty_proofs_decide_nothing(
@@ -178,13 +182,35 @@ def test_the_output_is_the_targets_own_and_liars_are_refuted_and_empty_proofs_de
     claim = CLAIMS["speculation.same_tokens"]
     honest = judge(claim, speculation.same_tokens(checked(target, draft, PROMPTS)))
     assert honest.word is Word.HOLDS and "3 of 3 rows equal" in honest.reason
-    one_lie = judge(claim, speculation.same_tokens(checked(gullible(target, 1), never_accepted(target))))
+    one_lie = judge(claim, speculation.same_tokens(checked(target, never_accepted(target), liar=gullible(target, 1))))
     assert one_lie.word is Word.REFUTED and one_lie.parts[0].verdict is Word.REFUTED
     assert "position 0" in one_lie.line and "not a tie" in one_lie.line
+    assert "logits" in honest.reason
     for proof_of_nothing in (EagerEngine(copy.deepcopy(target.model)), never_accepted(target)):
         verdict = judge(claim, speculation.same_tokens(checked(target, proof_of_nothing)))
         assert [part.verdict for part in verdict.parts] == [Word.HOLDS, Word.INCONCLUSIVE]
         assert "prove nothing" in verdict.line
+
+
+def test_a_check_that_sees_a_little_of_something_else_is_refuted_though_no_token_changes(
+    target: EagerEngine, draft: EagerEngine
+) -> None:
+    def disturbed(size: float) -> EagerEngine:
+        """A target whose checks of several tokens are off by a share of the logits of the position before."""
+        model = copy.deepcopy(target.model)
+
+        def disturb(_module: Any, _args: Any, output: Any) -> None:
+            if output.logits.shape[1] > 1:
+                output.logits = output.logits + size * output.logits.roll(1, dims=1)
+
+        model.register_forward_hook(disturb)
+        return EagerEngine(model)
+
+    claim = CLAIMS["speculation.same_tokens"]
+    for size, word in ((0.0, Word.HOLDS), (0.01, Word.REFUTED)):
+        seen = checked(target, draft, liar=disturbed(size))
+        assert all(not c.match.differences for c in seen)
+        assert judge(claim, speculation.same_tokens(seen)).word is word
 
 
 def test_a_lie_in_the_middle_is_found_where_it_is(target: EagerEngine, draft: EagerEngine) -> None:
@@ -193,7 +219,7 @@ def test_a_lie_in_the_middle_is_found_where_it_is(target: EagerEngine, draft: Ea
     logits = told.logits.clone()
     logits[9, lied] = logits[9].max() + 1  # the reference was sure of another token
     forged = Reference((*told.tokens[:9], lied, *told.tokens[10:]), logits)
-    seen = speculation.follow(target, draft, PROMPT, forged, 0.1, CLOCK)
+    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, forged, Tolerance(0.4, 100.0))
     assert [d.position for d in seen.match.differences] == [9] and not seen.match.explained
     assert len(seen.pieces) == 1, "after a difference that is no tie nothing more is asked"
 
@@ -204,14 +230,14 @@ def test_after_a_near_tie_the_rest_is_compared_too(target: EagerEngine, draft: E
     other = int(best.logits[5].topk(2).indices[1])
     rest = reference(target, (*PROMPT, *best.tokens[:5], other), LENGTH - 6)
     told = Reference((*best.tokens[:5], other, *rest.tokens), torch.cat([best.logits[:6], rest.logits]))
-    seen = speculation.follow(target, draft, PROMPT, told, 0.0, CLOCK)
+    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, told, tolerance(target, [PROMPT], [best]))
     assert [d.position for d in seen.match.differences] == [5] and seen.match.explained
     assert (seen.match.compared, [p.output_len for p in seen.pieces]) == (LENGTH, [LENGTH, LENGTH - 6])
 
 
 def test_an_output_of_one_repeated_token_proves_nothing(target: EagerEngine, draft: EagerEngine) -> None:
     told = Reference((7,) * LENGTH, torch.zeros(LENGTH, 320))
-    seen = speculation.follow(target, draft, PROMPT, told, float("inf"), CLOCK)
+    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, told, Tolerance(100.0, 100.0))
     assert seen.match.vacuous
     verdict = judge(CLAIMS["speculation.same_tokens"], speculation.same_tokens([seen]))
     assert verdict.word is not Word.HOLDS
@@ -228,7 +254,10 @@ def test_predictable_text_is_accepted_more_and_the_reverse_is_refuted() -> None:
     claim = CLAIMS["speculation.predictable"]
     assert judge(claim, speculation.predictable({"counting": seen(8), "open": seen(20)})).word is Word.HOLDS
     assert judge(claim, speculation.predictable({"counting": seen(20), "open": seen(8)})).word is Word.REFUTED
-    assert judge(claim, speculation.predictable({"counting": seen(8), "open": seen(8)})).word is Word.REFUTED
+    assert judge(claim, speculation.predictable({"counting": seen(8), "open": seen(8)})).word is Word.INCONCLUSIVE
+    same = Checked(Match(32), (output(1.0, 36, 6, 30),))  # a draft that is the target: all 30 accepted
+    equal = speculation.predictable({"counting": same, "open": same})
+    assert equal.problem == "all of the drafted tokens were accepted on both texts: this pair can't tell them apart"
     nothing = Checked(Match(32), (output(1.0, forwards=32, drafted=0),))
     assert judge(claim, speculation.predictable({"counting": nothing, "open": seen(8)})).word is Word.INCONCLUSIVE
     assert speculation.acceptance([nothing.pieces[0]]).problem == "nothing was drafted"
@@ -293,22 +322,22 @@ def test_times_that_are_no_times_settle_nothing() -> None:
 
 def test_checking_five_tokens_at_five_times_the_price_is_refuted() -> None:
     claim = CLAIMS["speculation.verify_cheap"]
-    assert judge(claim, speculation.verify_ratio([0.019] * FIRST_LOOK, [0.018] * FIRST_LOOK)).word is Word.HOLDS
-    assert judge(claim, speculation.verify_ratio([0.090] * FIRST_LOOK, [0.018] * FIRST_LOOK)).word is Word.REFUTED
+    assert judge(claim, speculation.verify_ratio([(0.019, 0.018)] * FIRST_LOOK)).word is Word.HOLDS
+    assert judge(claim, speculation.verify_ratio([(0.090, 0.018)] * FIRST_LOOK)).word is Word.REFUTED
 
 
 def test_a_verifier_times_forwards_of_the_asked_size_over_a_cache_of_one_length(target: EagerEngine) -> None:
     seen: list[tuple[int, int]] = []
     spied = EagerEngine(copy.deepcopy(target.model))
-    verifier = Verifier(spied, Workload("two", (PROMPT, PROMPT[::-1]), 1), CLOCK)
+    verifier = EagerVerifier(spied, Workload("two", (PROMPT, PROMPT[::-1]), 1), CLOCK)
 
     def note(_module: Any, _args: Any, kwargs: Any, result: Any) -> None:
         seen.append((result.logits.shape[1], kwargs["cache"].get_seq_length()))
 
     spied.model.register_forward_hook(note, with_kwargs=True)
-    assert verifier.seconds(DRAFT_LEN) > 0 and verifier.seconds(1) > 0
+    assert min(verifier.pair()) > 0
     n = len(PROMPT)
-    assert seen == [(5, n + 5)] * speculation.VERIFY_REPEATS + [(1, n + 1)] * speculation.VERIFY_REPEATS
+    assert seen == [(1, n + 1), (5, n + 5), (5, n + 5), (1, n + 1)] * (speculation.VERIFY_REPEATS // 2)
     verifier.forward(1)
     with pytest.raises(RuntimeError, match="the cache holds 9 positions instead of 8"):
         verifier.restore(0)
@@ -322,13 +351,14 @@ def test_rows_carry_time_acceptance_and_the_whole_generation_config(target: Eage
     alone, with_draft, draft_alone = (
         [generate(e, PROMPT, LENGTH, CLOCK, helper)] for e, helper in ((target, None), (target, draft), (draft, None))
     )
-    plain = speculation.row("alone", workload, target, "fp32", alone)
-    assisted = speculation.draft_row(workload, target, draft, "fp32", alone, with_draft, draft_alone)
+    loop, checker = Assisted(target, draft, CLOCK), EagerVerifier(target, workload, CLOCK)
+    plain = speculation.row(workload, loop, "fp32", alone)
+    assisted = speculation.draft_row(workload, loop, checker.traced(), "fp32", alone, with_draft, draft_alone)
     assert (plain.id, assisted.id) == ("speculation.alone", "speculation.with_draft")
     assert plain.unavailable["acceptance_rate"] == "no draft"
     wanted = {"speed_over_alone", "acceptance_rate", "mean_acceptance_length", "c", "predicted_speed"}
     assert wanted <= set(assisted.figures)
     settings_: Any = assisted.workload["generation"]
     assert settings_["num_assistant_tokens"] == DRAFT_LEN and settings_["max_new_tokens"] == LENGTH
-    verify = speculation.verify_cell(workload, target, "fp32", [0.02, 0.03], [0.01, 0.01])
+    verify = speculation.verify_cell(workload, checker, "fp32", [(0.02, 0.01), (0.03, 0.01)])
     assert (verify.id, verify.figures["over_one_step"]) == ("speculation.verify.1", 2.5)

@@ -19,7 +19,18 @@ from benchmarks import traces
 from benchmarks.attention import naive, qkv, sdpa
 from benchmarks.claims import CLAIMS, Word, judge
 from benchmarks.estimates import counted
-from benchmarks.traces import AttentionRun, Event, Trace, busy_s, classify, from_events, impossible, short_name, trace
+from benchmarks.traces import (
+    AttentionRun,
+    Event,
+    Trace,
+    busy_s,
+    classify,
+    from_events,
+    impossible,
+    short_name,
+    trace,
+    trace_each,
+)
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0"
 FLASH = "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64, 64, 256, 4, false, cutlass::half_t>>"
@@ -297,6 +308,28 @@ def test_a_call_without_attention_has_none_and_errors_go_through() -> None:
         trace(lambda: 1 / 0, "cpu")
     with pytest.raises(ValueError, match="cpu or cuda, not tpu"):
         trace(lambda: None, "tpu")  # type: ignore[arg-type]
+
+
+def test_each_of_several_calls_has_its_own_trace() -> None:
+    calls = [
+        partial(sdpa, *qkv(32, torch.float32, "cpu")),
+        lambda: None,
+        partial(naive, *qkv(32, torch.float32, "cpu")),
+    ]
+    first, nothing, second = trace_each(calls, "cpu")
+    assert [run.backend for run in first.attention] == ["flash_cpu"]
+    assert nothing.attention == ()
+    assert [run.backend for run in second.attention] == ["naive"]
+
+
+def test_the_cards_work_belongs_to_the_call_in_whose_time_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [("traced call 0", 0, 100), ("traced call 1", 200, 300)]
+    kernels = [("gemm", 10, 30), ("between", 150, 160), ("gemm", 210, 220), ("softmax", 250, 255)]
+    events = [Event(*span) for span in spans] + [Event(*kernel, on_device=True) for kernel in kernels]
+    monkeypatch.setattr(traces, "record", lambda call, device: events)
+    first, second = trace_each([lambda: None, lambda: None], "cuda")
+    assert (first.n_kernels, first.device_s) == (1, pytest.approx(20e-9))
+    assert (second.n_kernels, second.device_s) == (2, pytest.approx(15e-9))
 
 
 def test_a_profiler_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
