@@ -351,7 +351,8 @@ def cell(row: Row, precision: str) -> Cell:
         bytes={name: float(value) for name, value in known.items() if name.endswith("bytes")},
         figures={name: float(value) for name, value in known.items() if not name.endswith("bytes")},
         kernels={"attention": [row.kernel] if row.kernel else []},
-        unavailable={name: row.note or "not measured" for name in FIGURES if name not in known},
+        unavailable={name: row.note or "not measured" for name in FIGURES if name not in known}
+        | dict.fromkeys(("wall_s", "device_s"), "a row is two calls, naive and SDPA: see its figures"),
         note=row.note,
     )
 

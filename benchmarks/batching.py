@@ -123,6 +123,7 @@ def row(
 
     def measure() -> list[Cell]:
         runs, peak = watch_peak(lambda: sampled(request, warm_up), engine.device)
+        missing = uncounted or ("the memory counter saw nothing" if peak is None else "")
         return served_cells(
             row_id(workload),
             workload,
@@ -130,8 +131,8 @@ def row(
             precision,
             runs,
             Phases.of(engine, workload, roofline=roofline),
-            bytes={"peak": peak + tensor_bytes(engine.model)} if isinstance(peak, int) and not uncounted else {},
-            unavailable={"peak": uncounted} if uncounted else {},
+            bytes={} if missing or peak is None else {"peak": peak + tensor_bytes(engine.model)},
+            unavailable={"peak": missing} if missing else {},
         )
 
     cells = attempt(measure, engine.device) if _cache_fits(engine, workload) else OutOfMemory()

@@ -84,7 +84,7 @@ class Estimate:
         """
         if floor < 0 or not math.isfinite(floor):
             raise ValueError(f"a noise floor is a finite share >= 0, not {floor}")
-        if self.value is None or self.low is None or self.high is None:
+        if not floor or self.value is None or self.low is None or self.high is None:
             return self
         ends = (self.value / (1 + floor), self.value * (1 + floor))
         return replace(self, low=min(self.low, *ends), high=max(self.high, *ends))

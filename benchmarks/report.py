@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import unicodedata
 from collections import Counter
@@ -20,10 +19,21 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.claims import CLAIMS, Word, format_figure
-from benchmarks.ledger import SCHEMA_VERSION
-from benchmarks.tables import LABELS, MISSING, Table, finite, plain, tables_of
+from benchmarks.finding import badge
+from benchmarks.ledger import SCHEMA_VERSION, write_text
+from benchmarks.tables import LABELS, MISSING, Table, finite, math_fallbacks, plain, tables_of
 
-__all__ = ["ReportError", "card_lines", "card_markdown", "plain", "read_run", "write_card"]
+__all__ = [
+    "ReportError",
+    "card_lines",
+    "card_markdown",
+    "escaped",
+    "markdown_table",
+    "plain",
+    "read_run",
+    "table_lines",
+    "write_card",
+]
 
 STATIONS = {
     "batching": "Batching",
@@ -31,6 +41,9 @@ STATIONS = {
     "quant": "Quantization",
     "attention": "Attention memory",
     "speculation": "Speculative decoding",
+    "bigger_gpu": "A bigger GPU",
+    "parallel": "More GPUs",
+    "serving": "Serving",
 }
 """Titles of the stations; one that isn't listed goes by its id."""
 
@@ -93,6 +106,7 @@ _CLAIM = {
     "id": _TEXT,
     "station": _TEXT,
     "statement": _TEXT,
+    "engine": _TEXT,
     "verdict": _TEXT,
     "required": _TEXT,
     "observed": _NUMBER_OR_NONE,
@@ -145,6 +159,7 @@ def _checked(run: Any) -> dict[str, Any]:
     for n, claim in enumerate(run["claims"]):
         where = f"claims[{n}]"
         _judged(_is(claim, (dict,), where), _CLAIM, where)
+        _is(claim.get("disagreement"), _TEXT_OR_NONE, f"{where}.disagreement")
         for m, part in enumerate(claim["parts"]):
             _judged(_is(part, (dict,), f"{where}.parts[{m}]"), _PART, f"{where}.parts[{m}]")
     for n, cell in enumerate(run["cells"]):
@@ -216,7 +231,11 @@ def _judged(record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], w
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of a station's verdicts. A part of a compound claim has its verdict in small letters and no T4 figure."""
+    """One row of a station's verdicts.
+
+    A part of a compound claim has its verdict in small letters and no T4 figure. Where several engines judged a claim, its
+    first row has no verdict and each engine a row below.
+    """
 
     verdict: str
     name: str
@@ -241,23 +260,55 @@ class _Card:
     title: str
     head: tuple[tuple[str, str], ...]
     stations: tuple[_Station, ...]
-    counts: str
+    unjudged: tuple[str, ...]
+    """One line for each reason of an engine that judged nothing while another one did."""
+    counts: tuple[str, ...]
 
 
 def _card(run: Mapping[str, Any]) -> _Card:
     order = {name: place for place, name in enumerate(CLAIMS)}
     claims = sorted(run["claims"], key=lambda claim: order.get(claim["id"], len(order)))
+    engines = {name: [c for c in claims if c["engine"] == name] for name in dict.fromkeys(c["engine"] for c in claims)}
+    idle = [name for name, judged in engines.items() if all(map(_unjudged, judged))]
+    idle = idle if len(idle) < len(engines) else []
+    told = [claim for claim in claims if claim["engine"] not in idle]
     tables = tables_of(run["cells"])
-    names = dict.fromkeys([*(plain(claim["station"], 40) for claim in claims), *tables])
+    names = dict.fromkeys([*(plain(claim["station"], 40) for claim in told), *tables])
     ranked = sorted(names, key=lambda name: list(STATIONS).index(name) if name in STATIONS else len(STATIONS))
-    by_station = {name: [claim for claim in claims if plain(claim["station"], 40) == name] for name in ranked}
-    seen = Counter(claim["verdict"] for claim in claims)
+    by_station = {name: [claim for claim in told if plain(claim["station"], 40) == name] for name in ranked}
     return _Card(
         f"inference-myths {plain(run['suite_version'], 20)}, {_date(run['started_at'])}",
-        tuple(_head(run)),
+        tuple(head(run)),
         tuple(_station(name, judged, tables.get(name, [])) for name, judged in by_station.items()),
-        ", ".join(f"{seen[word]} {word}" for word in Word),
+        tuple(line for name in idle for line in _idle(name, engines[name])),
+        tuple(_counts(name if len(engines) > 1 else "", judged) for name, judged in engines.items())
+        or ("nothing was judged",),
     )
+
+
+def _unjudged(claim: Mapping[str, Any]) -> bool:
+    return bool(claim["verdict"] == Word.NOT_JUDGED and claim["observed"] is None)
+
+
+def _why_unjudged(claim: Mapping[str, Any]) -> str:
+    return plain(claim["reason"]) or "no reason was given"
+
+
+def _idle(engine: str, claims: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    for why, count in Counter(map(_why_unjudged, claims)).items():
+        yield f"{_engine_words(engine)}, {count} claim{'s' * (count > 1)}: {why}"
+
+
+def _engine_words(engine: str) -> str:
+    """'eager engine', and 'eager and graph engines' where a run had both."""
+    shown = plain(engine, 40)
+    return f"{shown} engine{'s' * (' and ' in shown)}"
+
+
+def _counts(engine: str, claims: Sequence[Mapping[str, Any]]) -> str:
+    seen = Counter(claim["verdict"] for claim in claims)
+    counts = ", ".join(f"{seen[word]} {word}" for word in Word)
+    return f"{_engine_words(engine)}: {counts}" if engine else counts
 
 
 def _date(text: str) -> str:
@@ -268,24 +319,35 @@ def _date(text: str) -> str:
     return f"{when:%Y-%m-%d}" if len(text) == len("2026-11-09") else f"{when:%Y-%m-%d %H:%M %Z}".strip()
 
 
-def _head(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def head(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """(label, text): which machine, rig and software, and what their reader must know."""
     about, rig = run["machine"], run["rig"]
     yield "machine", ", ".join(_machine_words(about))
     random = rig["weights"] == "random"
     weights = "RANDOM WEIGHTS (time, memory and equality only)" if random else f"{plain(rig['weights'], 40)} weights"
-    yield "rig", f"{plain(rig['name'], 80)}, {weights}, {plain(rig['dtype'], 40)}, {plain(run['engine'], 40)} engine"
+    yield "rig", f"{plain(rig['name'], 80)}, {weights}, {plain(rig['dtype'], 40)}, {_engine_words(run['engine'])}"
     yield "target", plain(rig["target"], 120)
     yield "draft", plain(rig["draft"], 120) if rig["draft"] else "none"
     versions = {plain(name, 40): plain(version, 40) for name, version in about["versions"].items() if version}
     yield "versions", ", ".join(f"{name} {version}" for name, version in list(versions.items())[:12]) or "unknown"
     floors = {name: known for name, floor in run.get("noise_floor", {}).items() if (known := finite(floor)) is not None}
     if floors:
-        yield "noise floor", ", ".join(f"{plain(n, 40).replace('_', ' ')} {100 * f:.2g}%" for n, f in floors.items())
+        yield "noise floor", ", ".join(f"{_metric_words(n)} {100 * f:.2g}%" for n, f in floors.items())
     if isinstance(run.get("source"), str):
         yield "source", plain(run["source"], 300)
+    if any(claim["t4"] for claim in run["claims"]):
+        yield "column T4", "the article's figures, measured once on one Tesla T4; a dash where it gives none"
     for remark in _remarks(run):
         yield "remark", remark
+    if fallen := math_fallbacks(run["cells"]):
+        more = f" and {len(fallen) - 6} more" if len(fallen) > 6 else ""
+        where = ", ".join(fallen[:6]) + more
+        yield "finding", f"SDPA fell back to its math kernel, which builds the whole score matrix, in {where}"
+
+
+def _metric_words(name: str) -> str:
+    """'graph.decode_wall' is 'graph decode wall'."""
+    return plain(name, 40).replace("_", " ").replace(".", " ")
 
 
 def _machine_words(about: Mapping[str, Any]) -> Iterable[str]:
@@ -317,18 +379,34 @@ def _remarks(run: Mapping[str, Any]) -> list[str]:
 
 def _station(name: str, claims: Sequence[Mapping[str, Any]], tables: Sequence[Table]) -> _Station:
     lines: list[_Line] = []
-    unjudged: dict[str, list[str]] = {}
-    for claim in claims:
-        if claim["verdict"] == Word.NOT_JUDGED and claim["observed"] is None:
-            unjudged.setdefault(plain(claim["reason"]) or "no reason was given", []).append(_short_id(claim))
-        else:
-            lines += _claim_lines(claim)
+    unjudged: dict[tuple[str, str], list[str]] = {}
+    for same in _by_id(claims):
+        judged = [claim for claim in same if not _unjudged(claim)]
+        reasons = {claim["engine"]: _why_unjudged(claim) for claim in same if _unjudged(claim)}
+        if len(set(reasons.values())) == 1 and not judged:  # of whatever engine: said once
+            reasons = {"": next(iter(reasons.values()))}
+        for engine, why in reasons.items():
+            unjudged.setdefault((why, engine), []).append(_short_id(same[0]))
+        if len(judged) == 1:
+            lines += _claim_lines(judged[0])
+        elif judged:
+            lines += _engines_lines(judged)
     return _Station(
         STATIONS.get(name, name),
         tuple(lines),
-        tuple((why, tuple(ids)) for why, ids in unjudged.items()),
+        tuple(
+            (f"{_engine_words(engine)}, {why}" if engine else why, tuple(ids))
+            for (why, engine), ids in unjudged.items()
+        ),
         tuple(tables),
     )
+
+
+def _by_id(claims: Iterable[Mapping[str, Any]]) -> Iterable[list[Mapping[str, Any]]]:
+    by_id: dict[str, list[Mapping[str, Any]]] = {}
+    for claim in claims:
+        by_id.setdefault(claim["id"], []).append(claim)
+    return by_id.values()
 
 
 def _short_id(claim: Mapping[str, Any]) -> str:
@@ -336,18 +414,45 @@ def _short_id(claim: Mapping[str, Any]) -> str:
 
 
 def _claim_lines(claim: Mapping[str, Any]) -> Iterable[_Line]:
-    compound = len(claim["parts"]) > 1
-    required = "all of:" if compound else claim["required"]
+    required = _held(plain(_required(claim), 60))
+    t4 = plain(claim["t4"], 60) if claim["t4"] else MISSING
+    statement, reason = plain(claim["statement"]), plain(claim["reason"], 300)
+    yield _Line(claim["verdict"], _short_id(claim), _seen(claim), required, t4, statement, reason)
+    yield from _part_lines(claim)
+
+
+def _engines_lines(claims: Sequence[Mapping[str, Any]]) -> Iterable[_Line]:
+    """One claim, by several engines: its name and limits once, then what each engine showed."""
+    first = claims[0]
+    required = {_required(claim) for claim in claims}
+    differ = len({claim["verdict"] for claim in claims}) > 1
+    why = next((claim["disagreement"] for claim in claims if claim.get("disagreement")), None) if differ else None
     yield _Line(
-        claim["verdict"],
-        _short_id(claim),
-        "" if compound else _observed(claim),
-        _held(plain(required, 60)),
-        plain(claim["t4"], 60) if claim["t4"] else MISSING,
-        plain(claim["statement"]),
-        plain(claim["reason"], 300),
+        "",
+        _short_id(first),
+        "",
+        _held(plain(_required(first), 60)) if len(required) == 1 else "by engine:",
+        plain(first["t4"], 60) if first["t4"] else MISSING,
+        plain(first["statement"]),
+        f"the engines differ: {plain(why, 300)}" if why else "",
     )
-    for part in claim["parts"] if compound else ():
+    for claim in claims:
+        own = _held(plain(_required(claim), 60)) if len(required) > 1 else ""
+        name = _engine_words(claim["engine"])
+        yield _Line(claim["verdict"], name, _seen(claim), own, "", reason=plain(claim["reason"], 300))
+        yield from _part_lines(claim)
+
+
+def _required(claim: Mapping[str, Any]) -> str:
+    return "all of:" if len(claim["parts"]) > 1 else str(claim["required"])
+
+
+def _seen(claim: Mapping[str, Any]) -> str:
+    return "" if len(claim["parts"]) > 1 else _observed(claim)
+
+
+def _part_lines(claim: Mapping[str, Any]) -> Iterable[_Line]:
+    for part in claim["parts"] if len(claim["parts"]) > 1 else ():
         said = _held(plain(part["required"], 60))
         yield _Line(part["verdict"].lower(), f"- {plain(part['what'], 60)}", _observed(part), said, "")
 
@@ -394,8 +499,11 @@ def card_lines(run: Mapping[str, Any], width: int = 100) -> list[str]:
             indent = max(len(Word.NOT_JUDGED), widths[0] if widths else 0) + _GAP
             lines += _labelled(Word.NOT_JUDGED, f"{why}: {', '.join(ids)}", width, indent)
         for table in station.tables:
-            lines += ["", *_table_lines(table, width)]
-    lines += ["", "=" * width, *_wrapped(card.counts if run["claims"] else "nothing was judged", width)]
+            lines += ["", *table_lines(table, width)]
+    lines += ["", "=" * width]
+    for said in card.unjudged:
+        lines += _labelled(Word.NOT_JUDGED, said, width, len(Word.NOT_JUDGED) + _GAP)
+    lines += [part for said in card.counts for part in _wrapped(said, width)]
     return [line.replace(_HELD, " ").rstrip() for line in lines]
 
 
@@ -450,7 +558,7 @@ _WIDEST = 20
 """Columns that a figure's column takes at most; no figure is wider."""
 
 
-def _table_lines(table: Table, width: int) -> list[str]:
+def table_lines(table: Table, width: int) -> list[str]:
     """A table in columns; where it is wider than the page, its figures go on in another block with the same labels."""
     lines = [f"[{part}]" for part in _wrapped(table.title, width - 2)] if table.title else []
     columns = list(zip(table.columns, table.units, *table.rows, strict=True))
@@ -547,7 +655,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 _MARKUP = re.compile(r"[\\`*_{}\[\]<|~$&^]|(?<!\d):(?=\S)|:(?=[^\s\d])|(?<=www)\.", re.IGNORECASE)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Plain text so that GitHub's Markdown shows it as it is, in a table too: no markup, HTML, link, mention or math.
 
     An "@" is written as its full-width form: mail addresses and mentions are found after escapes are gone. Marks that
@@ -559,40 +667,42 @@ def _escaped(text: str) -> str:
 def card_markdown(run: Mapping[str, Any]) -> str:
     """The card as GitHub-flavoured Markdown, same content as card_lines."""
     card = _card(run)
-    lines = [f"# {_escaped(card.title)}", ""]
-    lines += [f"- **{label}:** {_escaped(text)}" for label, text in card.head]
-    lines += ["", f"**{card.counts if run['claims'] else 'nothing was judged'}**"]
+    lines = [f"# {escaped(card.title)}", "", f"**In one line:** {escaped(badge(run))}", ""]
+    lines += [f"- **{label}:** {escaped(text)}" for label, text in card.head]
+    for said in card.counts:
+        lines += ["", f"**{escaped(said)}**"]
+    lines += [part for said in card.unjudged for part in ("", f"NOT JUDGED, {escaped(said)}")]
     for station in card.stations:
-        lines += ["", f"## {_escaped(station.title)}", ""]
+        lines += ["", f"## {escaped(station.title)}", ""]
         if station.lines:
-            lines += _markdown_table(
+            lines += markdown_table(
                 ("verdict", "claim", "observed", "required", "T4"),
                 [
-                    (line.verdict, _claim_words(line), *map(_escaped, (line.observed, line.required, line.t4)))
+                    (line.verdict, _claim_words(line), *map(escaped, (line.observed, line.required, line.t4)))
                     for line in station.lines
                 ],
                 labels=5,
             )
         for why, ids in station.unjudged:
-            lines += ["", f"NOT JUDGED, {_escaped(why)}: {_escaped(', '.join(ids))}"]
+            lines += ["", f"NOT JUDGED, {escaped(why)}: {escaped(', '.join(ids))}"]
         for table in station.tables:
-            lines += ["", f"Each row: {_escaped(table.title)}", ""] if table.title else [""]
+            lines += ["", f"Each row: {escaped(table.title)}", ""] if table.title else [""]
             heads = [f"{head} {unit}".strip() for head, unit in zip(table.columns, table.units, strict=True)]
-            rows = [tuple(map(_escaped, row)) for row in table.rows]
-            lines += _markdown_table(tuple(map(_escaped, heads)), rows, table.labels)
+            rows = [tuple(map(escaped, row)) for row in table.rows]
+            lines += markdown_table(tuple(map(escaped, heads)), rows, table.labels)
             for note in table.notes:
-                lines += ["", _escaped(note)]
+                lines += ["", escaped(note)]
     return "\n".join(lines) + "\n"
 
 
 def _claim_words(line: _Line) -> str:
     if not line.statement:
-        return _escaped(line.name)
-    reason = f" ({_escaped(line.reason)})" if line.reason else ""
-    return f"**{_escaped(line.name)}**: {_escaped(line.statement)}{reason}"
+        return escaped(line.name)
+    reason = f" ({escaped(line.reason)})" if line.reason else ""
+    return f"**{escaped(line.name)}**: {escaped(line.statement)}{reason}"
 
 
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], labels: int) -> list[str]:
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], labels: int) -> list[str]:
     rule = ["---" if n < labels else "---:" for n in range(len(heads))]
     return [f"| {' | '.join(row)} |" for row in (heads, rule, *rows)]
 
@@ -600,7 +710,5 @@ def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], labels:
 def write_card(run: Mapping[str, Any], folder: Path) -> Path:
     """Writes card.md beside run.json, whole or not at all."""
     path = folder / "card.md"
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(card_markdown(run), encoding="utf-8")
-    os.replace(fresh, path)
+    write_text(path, card_markdown(run))
     return path

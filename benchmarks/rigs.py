@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NIMBUS = Path(__file__).parent / "nimbus"
 DTYPES = ("auto", "float16", "bfloat16", "float32")
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 WEIGHTS = ("trained", "random")
 SEED = 42
 """The article's seed."""
@@ -73,7 +74,7 @@ class Rig:
     @property
     def reference(self) -> str:
         """The reference precision's short name: fp16, bf16 or fp32."""
-        return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+        return SHORT_DTYPES[self.dtype]
 
     @property
     def record(self) -> dict[str, object]:
@@ -249,15 +250,12 @@ class Loader:
                 raise RigError(f"{source.label} has no config that transformers knows: {_first_line(error)}") from error
         return copy.deepcopy(self._configs[source.name])  # loading a model writes into its config
 
-    def check_len(self, needed_len: int) -> None:
-        """Raises RigError when a model of the rig has fewer positions than the workload needs."""
+    def check_len(self, needed_len: int, remedy: str) -> None:
+        """Raises RigError with the remedy when a model of the rig has fewer positions than the workload needs."""
         for source in filter(None, (self.rig.target, self.rig.draft)):
             context = getattr(self.config(source), "max_position_embeddings", None)
             if context is not None and needed_len > context:
-                raise RigError(
-                    f"the workload needs {needed_len} positions and {source.label} has {context}: "
-                    "lower --prefix-len or --new-tokens"
-                )
+                raise RigError(f"the workload needs {needed_len} positions and {source.label} has {context}: {remedy}")
 
     def check(self) -> None:
         """What can be known before weights are loaded: configs, tokenizers, vocabularies. Raises RigError."""

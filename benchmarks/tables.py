@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,7 +99,9 @@ _LAYOUTS = {
             "cached_decode_device_s": "decode step card busy",
             "cached_decode_host_bound": "decode host-bound",
         },
-        frozenset({"full_decode_device_s", "full_decode_host_bound"}),
+        frozenset(
+            {"full_decode_device_s", "full_decode_host_bound", "full_decode_floor_s", "full_decode_share_of_floor"}
+        ),
     ),
     "quant": _Layout(
         {"precision": "precision"},
@@ -135,9 +138,13 @@ _LAYOUTS = {
         {
             "e2e_s": "time",
             "output_tokens_per_s": "tok/s",
-            "speed_ratio": "speed over alone",
+            "speed_over_alone": "speed over alone",
             "acceptance_rate": "acceptance",
             "mean_acceptance_length": "tokens per check",
+            "target_forwards": "target forwards",
+            "speed_over_alone": "speed over alone",
+            "predicted_speed": "predicted speed",
+            "c": "draft step cost (target's = 1)",
         },
     ),
 }
@@ -171,19 +178,24 @@ class _Row:
     kernels: Mapping[str, str]
     missing: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    digits: int | None = None
+    """Significant digits that the row's rounds carry; None where no rounds are known."""
 
 
 def tables_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Table]]:
     """The tables of each station, in the order of the cells. `cells` are as run.json keeps them."""
-    told = {str(cell["id"]) for cell in cells if cell["phase"] == "row"}
+    told = {(cell["engine"], str(cell["id"])) for cell in cells if cell["phase"] == "row"}
     by_table: dict[tuple[str, str], list[_Row]] = {}
     for cell in cells:
-        if cell["phase"] != "row" and str(cell["id"]).removesuffix(f".{cell['phase']}") in told:
+        whole = str(cell["id"]).removesuffix(f".{cell['phase']}")
+        if cell["phase"] != "row" and (cell["engine"], whole) in told:
             continue  # the row of its request carries this phase's figures
         row = _row(cell)
         by_table.setdefault((row.station, row.phase), []).append(row)
     tables: dict[str, list[Table]] = {}
-    for (station, phase), rows in by_table.items():
+    for (station, phase), mixed in by_table.items():
+        engines = list(dict.fromkeys(row.labels["engine"] for row in mixed))
+        rows = sorted(mixed, key=lambda row: engines.index(row.labels["engine"]))
         shaped = _SHAPES.get(station, list)(rows) if phase == "row" else rows
         tables.setdefault(station, []).append(_table(station, phase, shaped))
     return tables
@@ -211,11 +223,34 @@ def _row(cell: Mapping[str, Any]) -> _Row:
         kernels["attention"] = kernels.get("attention", "") + " (math fallback: SDPA built the whole score matrix)"
     missing = {plain(name, 40): plain(reason) for name, reason in cell["unavailable"].items() if reason}
     station, phase = plain(cell["station"], 40), plain(cell["phase"], 40)
-    return _Row(station, phase, labels["id"], labels, values, kernels, missing, plain(cell["note"]))
+    digits = _carried(cell["wall_s"] or ())
+    return _Row(station, phase, labels["id"], labels, values, kernels, missing, plain(cell["note"]), digits)
+
+
+def _carried(samples: Iterable[object]) -> int | None:
+    """Digits that the median of a row's rounds can bear, two or three: their range over their number is about how far
+    it may be off. None without samples."""
+    known = [number for value in samples if (number := finite(value)) is not None and number > 0]
+    if not known:
+        return None
+    off = (max(known) - min(known)) / statistics.median(known) / len(known)
+    return 3 if len(known) > 1 and off <= 0.01 else 2
 
 
 _TRACE_DETAILS = frozenset({"gqa", "proof", "longest", "n_kernels", "math_fallback"})
 """What a traced phase records beside the attention that ran: for run.json, too long for a card."""
+
+
+def math_fallbacks(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where SDPA ran its math kernel, as a cell's id and phase, with the engine where several have such a cell."""
+    engines = Counter(cell["id"] for cell in cells)
+    found = []
+    for cell in cells:
+        by = f" by {cell['engine']}" if engines[cell["id"]] > 1 else ""
+        for phase, ran in cell["kernels"].items():
+            if phase not in _TRACE_DETAILS and phase != "allowed" and "math" in _names(ran).split(", "):
+                found.append(plain(f"{cell['id']}.{phase}".removesuffix(".attention") + by, 60))
+    return list(dict.fromkeys(found))
 
 
 def finite(value: object) -> float | None:
@@ -247,7 +282,7 @@ def _paired(rows: Sequence[_Row]) -> list[_Row]:
     for row in rows:
         side, colon, suffix = row.labels.get("name", "").partition(": ")
         if not colon or side not in ("full", "cached"):
-            merged[row.id, "", ""] = row
+            merged[row.id, row.labels["engine"], ""] = row
             continue
         renamed = {_of_side(side, name): value for name, value in row.values.items()}
         values = {name: value for name, value in renamed.items() if name is not None}
@@ -262,6 +297,7 @@ def _paired(rows: Sequence[_Row]) -> list[_Row]:
             kernels={**(other.kernels if other else {}), **kernels},
             missing={**(other.missing if other else {}), **row.missing},
             note="; ".join(dict.fromkeys(filter(None, (other.note if other else "", row.note)))),
+            digits=min((d for d in (row.digits, other.digits if other else None) if d), default=None),
         )
     return list(merged.values())
 
@@ -270,22 +306,24 @@ def _of_side(side: str, name: str) -> str | None:
     """A request's figure under its side's name; None for those that the prefix table leaves to run.json."""
     if name == "ttft_s":
         return f"{side}_prefill_s"
-    if name in ("decode_s", "e2e_s") or name.endswith(("_device_s", "_host_bound")):
+    if name in ("decode_s", "e2e_s") or name.endswith(("_device_s", "_host_bound", "_floor_s", "_share_of_floor")):
         return f"{side}_{name}"
     return None if name in ("tpot_s", "wall_per_request_s", "output_tokens_per_s", "prefix_len") else name
 
 
 def _over_reference(rows: Sequence[_Row]) -> list[_Row]:
     """The precisions of one model, each with its bytes over those of the precision that isn't quantized."""
-    full = next((row for row in rows if row.labels["precision"] not in ("int8", "nf4")), None)
-    if full is None:
-        return list(rows)
-    name = "loaded_bytes" if full.values.get("loaded_bytes") else "storages_bytes"
-    whole = full.values.get(name)
-    return [
-        replace(row, values={"ratio": held / whole, **row.values}) if whole and (held := row.values.get(name)) else row
-        for row in rows
-    ]
+    whole = {row.labels["engine"]: row for row in rows if row.labels["precision"] not in ("int8", "nf4")}
+
+    def with_ratio(row: _Row) -> _Row:
+        full = whole.get(row.labels["engine"])
+        for name in ("loaded_bytes", "storages_bytes"):
+            held, all_of_it = row.values.get(name), full.values.get(name) if full else None
+            if held and all_of_it:
+                return replace(row, values={"ratio": held / all_of_it, **row.values})
+        return row
+
+    return [with_ratio(row) for row in rows]
 
 
 _SHAPES: Mapping[str, Callable[[Sequence[_Row]], list[_Row]]] = {"prefix": _paired, "quant": _over_reference}
@@ -312,7 +350,8 @@ def _table(station: str, phase: str, rows: Sequence[_Row]) -> Table:
     for name in figures:
         beside = [row.values.get(other) for other in figures if _bare(other) == _bare(name) for row in rows]
         scale, unit = _scale(_kind(name), beside)
-        shown = _figures(_kind(name), [row.values.get(name) for row in rows], scale)
+        digits = [row.digits if _timed(name) else None for row in rows]
+        shown = _figures(_kind(name), [row.values.get(name) for row in rows], scale, digits)
         columns.append((layout.headings.get(name) or _heading(name), unit, shown))
     seen = {name: {row.labels.get(name, "") for row in rows} for name in LABELS}
     shared = {name: next(iter(texts)) for name, texts in seen.items() if len(texts) == 1}
@@ -322,14 +361,14 @@ def _table(station: str, phase: str, rows: Sequence[_Row]) -> Table:
         if shared.get(name) and name not in labels
     ]
     title = ", ".join([*([] if phase == "row" else [phase.replace("_", " ")]), *told])
-    first = next(iter(labels), "id")
+    first = next((name for name in labels if name != "engine"), "id")
     return Table(
         title,
         tuple(heading for heading, _, _ in columns),
         tuple(unit for _, unit, _ in columns),
         len(labels),
         tuple(zip(*(shown for _, _, shown in columns), strict=True)),
-        tuple(_notes(rows, first, labels[first], layout)),
+        tuple(_notes(rows, first, labels.get(first, LABELS[first]), layout)),
     )
 
 
@@ -341,7 +380,7 @@ def _bare(name: str) -> str:
 def _telling(rows: Sequence[_Row], wanted: Mapping[str, str]) -> dict[str, str]:
     """Label columns (field to heading) that tell the rows apart: the layout's, then as few others as are needed.
 
-    Where that would take more than three, the cell's own id does it.
+    Where that would take more than three, the cell's own id does it. Rows of several engines always say which.
     """
 
     def told_apart(names: Iterable[str]) -> int:
@@ -353,7 +392,11 @@ def _telling(rows: Sequence[_Row], wanted: Mapping[str, str]) -> dict[str, str]:
             break
         if not labels or told_apart([*labels, name]) > told_apart(labels):
             labels[name] = heading
-    return labels if len(labels) <= 3 else {"id": LABELS["id"]}
+    if len(labels) > 3:
+        labels = {"id": LABELS["id"]}
+    if told_apart(["engine"]) > 1:
+        labels["engine"] = LABELS["engine"]
+    return labels
 
 
 def _notes(rows: Sequence[_Row], label: str, heading: str, layout: _Layout) -> list[str]:
@@ -370,7 +413,8 @@ def _notes(rows: Sequence[_Row], label: str, heading: str, layout: _Layout) -> l
         reasons: dict[str, list[str]] = {}
         for name, reason in row.missing.items():
             # A phase's device time is missing from a row by design; a figure of a column is not.
-            by_design = row.phase == "row" and name in ("device_s", "host_bound", "wall_s")
+            by_design = row.phase == "row" and name in ("device_s", "wall_s")
+            by_design |= name == "host_bound" and not {"device_s", "wall_s"}.isdisjoint(row.missing)
             column = name if name in layout.headings or name.endswith("_bytes") else f"{name}_bytes"
             if not by_design and name not in row.values and column not in row.values:
                 reasons.setdefault(reason, []).append(layout.headings.get(column) or _heading(name))
@@ -380,10 +424,22 @@ def _notes(rows: Sequence[_Row], label: str, heading: str, layout: _Layout) -> l
             said.setdefault(f"not measured: {which}{reason}", []).append(row)
         if row.note and row.note not in reasons:
             said.setdefault(f"note: {row.note}", []).append(row)
-    return [
-        text if len(of) == len(rows) else f"{text} ({heading} {', '.join(r.labels.get(label, MISSING) for r in of)})"
-        for text, of in said.items()
-    ]
+    return [f"{text}{_of_which(of, rows, label, heading)}" for text, of in said.items()]
+
+
+def _of_which(told: Sequence[_Row], rows: Sequence[_Row], label: str, heading: str) -> str:
+    """The rows that a note is about, in brackets: nothing for all, whole engines by name, else each by its label."""
+    if len(told) == len(rows):
+        return ""
+    by_engine = Counter(row.labels["engine"] for row in rows)
+    of_engine = Counter(row.labels["engine"] for row in told)
+    if len(by_engine) > 1 and all(by_engine[name] == count for name, count in of_engine.items()):
+        return f" ({', '.join(of_engine)} engine{'s' * (len(of_engine) > 1)})"
+    parts = []
+    for name in of_engine:
+        which = ", ".join(row.labels.get(label, MISSING) for row in told if row.labels["engine"] == name)
+        parts.append(f"{heading} {which}" + (f" by {name}" if len(by_engine) > 1 else ""))
+    return f" ({'; '.join(parts)})"
 
 
 # Names and figures ----------------------------------------------------------------------------------------------------
@@ -401,11 +457,16 @@ def _kind(name: str) -> str:
         return "s"
     if name.endswith("flops"):
         return "flops"
-    if name.endswith(("share", "_rate", "host_bound", "agreement")):
+    if name.endswith(("share", "share_of_floor", "_rate", "host_bound", "agreement")):
         return "share"
-    if name.endswith(("ratio", "speedup", "speed_up", "_x")) or "over_" in name:
+    if name.endswith(("ratio", "speedup", "_speed", "_x")) or "over_" in name:
         return "x"
     return "number"
+
+
+def _timed(name: str) -> bool:
+    """Whether a figure is made of a row's rounds. `ratio` is one of bytes; device times come from a trace."""
+    return (_kind(name) in ("s", "rate", "x") and name != "ratio" and not name.endswith("device_s")) or name == "c"
 
 
 def _heading(name: str) -> str:
@@ -441,16 +502,32 @@ def _scale(kind: str, values: Iterable[float | None]) -> tuple[float, str]:
     return next((scale for scale in _SCALES[kind] if largest >= scale[0]), _SCALES[kind][-1 if largest else 0])
 
 
-def _figures(kind: str, values: Sequence[float | None], scale: float) -> list[str]:
-    """A column's values in its unit, all with as many decimals: three digits of the smallest, four of the largest."""
+def _figures(kind: str, values: Sequence[float | None], scale: float, carried: Sequence[int | None] = ()) -> list[str]:
+    """A column's values in its unit, all with as many decimals: three digits of the smallest, four of the largest, and of
+    each no more than are `carried`."""
+    carried = carried or [None] * len(values)
     if kind == "share":
         return [MISSING if value is None else f"{100 * value:.3g}%" for value in values]
     known = [abs(value) / scale for value in values if value]
     whole = kind == "number" and all(value == int(value) for value in known)
-    smallest, largest = (math.floor(math.log10(max(end(known, default=1.0), 1e-300))) for end in (min, max))
+    smallest, largest = (_magnitude(end(known, default=1.0)) for end in (min, max))
     decimals = 0 if whole else max(0, min(2 if kind == "x" else 3, 2 - smallest, 3 - largest))
     sign = "x" if kind == "x" else ""
-    return [MISSING if value is None else _digits(value / scale, decimals) + sign for value in values]
+    shown = []
+    for value, digits in zip(values, carried, strict=True):
+        if value is None:
+            shown.append(MISSING)
+        elif digits is None or not value:
+            shown.append(_digits(value / scale, decimals) + sign)
+        else:
+            rounded = float(f"{value / scale:.{digits}g}")
+            shown.append(_digits(rounded, min(decimals, max(0, digits - 1 - _magnitude(rounded)))) + sign)
+    return shown
+
+
+def _magnitude(value: float) -> int:
+    """The power of ten of a figure's first digit."""
+    return math.floor(math.log10(max(abs(value), 1e-300)))
 
 
 def _digits(value: float, decimals: int) -> str:

@@ -44,7 +44,7 @@ def test_the_batch_size_at_which_a_further_user_stops_being_cheap(engine_name, s
 @pytest.fixture(scope="module")
 def one_and_sixteen(engine_name, session, target, tokenizer):
     """Batch 1 and batch 16 of 37-token prompts, in turn."""
-    output_len = round(session.options.new_tokens * workloads.COMPARED_SHARE)
+    output_len = round(session.options.new_tokens * workloads.COMPARED_SHARE[engine_name])
     asked = {}
     for name, rows in (("one", 1), ("sixteen", 16)):
         workload = workloads.equal_rows(tokenizer, rows, output_len)

@@ -13,8 +13,8 @@ from benchmarks import speculation, workloads
 from benchmarks.drafts import DRAFT_STEPS, TARGET_STEPS, Replayed, verifier
 from benchmarks.speculation import DRAFT_LEN, Assisted
 
-CHECKED_LEN = 24
-"""Output tokens of each compared text; four texts make some thirty cycles of drafting and checking."""
+CHECKED_LEN = 16
+"""Output tokens of each compared text; four texts make some twenty cycles of drafting and checking."""
 
 ROUNDS_LEN = 16
 """Output tokens in the rounds that settle the speed claims: enough cycles to average over, and rounds stay short."""

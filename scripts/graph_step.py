@@ -1,22 +1,29 @@
 """One decode step of Qwen2.5-1.5B (random weights, fp16) on a CUDA card: how long it takes, where, and whether it is right.
 
-    python scripts/graph_step.py [STAGE ...] [--json FILE] [--seconds S]
+    python scripts/graph_step.py [STAGE ...] [--json FILE] [--seconds S] [--limit S]
 
-Without stages it runs `times`, `correct` and `kernels`. The others tune the kernels (`tune`, `tune16`) or time another way
-to run the same step (`eager`, `plain`, `compiled`, `cublas`, `quantized`). Times of recorded steps are the device's own,
-over hundreds of replays between two events. The floor is weights and a full cache over the bandwidth of a copy.
+Without stages it runs `times`, `eager`, `plain`, `kernels`, `correct` and `compiled`. Every run ends with a table of the
+ways to run the step that it timed, side by side, with their shares of the floor. The other stages tune the kernels (`tune`,
+`tune16`), or look at their parts (`cublas`, `quantized`). A stage that fails or runs out of time takes no other's figures
+along, and `compiled` comes last since nobody knows how long a compiler takes.
+Times of recorded steps are the device's own, over hundreds of replays between two events. The floor is weights and a full
+cache over the bandwidth of a copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a clone runs it without being installed
@@ -27,20 +34,56 @@ from benchmarks import graphs
 from benchmarks.decoder import Decoder, Dense, Norm, TorchOps, gated, read
 from benchmarks.graphs import CannotCapture, GraphEngine
 from benchmarks.ledger import write_json
-from benchmarks.phases import EagerEngine, Prompt, Reference, decode, logit_error, reference
+from benchmarks.phases import EagerEngine, Prompt, Reference, decode, forced_choices, reference, tolerance
 from benchmarks.rigs import Loader, Rig, choose
-from benchmarks.tokens import Gap, Ids, compare
+from benchmarks.tokens import Ids, compare
+from benchmarks.traces import trace
 
 PROMPT_LEN = 37
 OUTPUT_LEN = 32
 DRAFT_STEP_LEN = 5
 CACHE_LENS = (256, 2048)
 MOST_REPLAYS = 200
+BATCH_SIZES = (1, 4, 16)
+
+WAYS = {
+    "eager wall": "eager, wall",
+    "eager device": "eager, card busy",
+    "captured": "transformers captured",
+    "compiled": "transformers compiled, captured",
+    "torch": "ours of PyTorch's operations, captured",
+    "fused": "ours of fused kernels, captured",
+    "floor": "floor",
+}
+"""The ways to run the step, in the order of the table."""
+
+
+class OutOfTime(BaseException):
+    """A stage's time is over. No Exception: a compiler that falls back on any error must not fall back on this one."""
+
+
+@contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Raises OutOfTime within the block once `limit_s` seconds have passed. For the main thread."""
+
+    def over(_signal: int, _frame: FrameType | None) -> None:
+        raise OutOfTime(f"stopped after {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass
 class Bench:
-    """The model, taken apart, and the figures so far (written to `json_path` after each)."""
+    """The model, taken apart, and the figures so far (written to `json_path` after each).
+
+    `beside` holds us a step by batch size and way, all with a static cache of CACHE_LENS[0] where they have one.
+    """
 
     model: Any
     decoder: Decoder
@@ -48,6 +91,8 @@ class Bench:
     json_path: Path | None = None
     budget_s: float = 60.0
     figures: dict[str, object] = field(default_factory=dict)
+    beside: dict[int, dict[str, float]] = field(default_factory=dict)
+    failed: int = 0
 
     @staticmethod
     def on_cuda(json_path: Path | None, budget_s: float) -> Bench:
@@ -64,6 +109,24 @@ class Bench:
         self.figures[name] = value
         if self.json_path is not None:
             write_json(self.json_path, self.figures)
+
+    def tried(self, name: str, call: Callable[[], object]) -> None:
+        """A call whose failure is a figure too, so that what stands beside it is still measured. OutOfTime goes through."""
+        try:
+            call()
+        except Exception as error:
+            self.fail(name, error)
+            torch.cuda.empty_cache()
+
+    def fail(self, name: str, error: BaseException) -> None:
+        self.failed += 1
+        traceback.print_exc(limit=-4)
+        self.note(f"{name} failed", f"{type(error).__name__}: {str(error)[:300]}")
+
+    def stand(self, batch_size: int, way: str, took_us: float) -> None:
+        """A time for the table at the end."""
+        assert way in WAYS
+        self.beside.setdefault(batch_size, {"floor": self.floor_us(batch_size, CACHE_LENS[0])})[way] = took_us
 
     def floor_us(self, batch_size: int = 0, cache_len: int = 0) -> float:
         """What reading all weights, and a full cache, takes at the bandwidth of a copy."""
@@ -144,23 +207,29 @@ def step_us(engine: GraphEngine, step_len: int = 1) -> float:
 
 def times(bench: Bench) -> None:
     """The step at several batch sizes and cache lengths, of fused kernels and of PyTorch's own."""
-    shapes = [(batch_size, cache_len) for batch_size in (1, 4, 16) for cache_len in CACHE_LENS]
+    shapes = [(batch_size, cache_len) for batch_size in BATCH_SIZES for cache_len in CACHE_LENS]
     for batch_size, cache_len in shapes:
         step_lens = (1, DRAFT_STEP_LEN) if (batch_size, cache_len) == (1, CACHE_LENS[0]) else (1,)
-        _time(bench, "fused", bench.fused(batch_size), batch_size, cache_len, step_lens)
-    for batch_size in (1, 16):
-        _time(bench, "torch", TorchOps(), batch_size, CACHE_LENS[0], (1,))
+        fused = partial(_time, bench, "fused", partial(bench.fused, batch_size), batch_size, cache_len, step_lens)
+        bench.tried(f"fused batch {batch_size} cache {cache_len}", fused)
+    for batch_size in BATCH_SIZES:
+        plain_ops = partial(_time, bench, "torch", TorchOps, batch_size, CACHE_LENS[0], (1,))
+        bench.tried(f"torch batch {batch_size}", plain_ops)
 
 
-def _time(bench: Bench, name: str, ops: Any, batch_size: int, cache_len: int, step_lens: Sequence[int]) -> None:
+def _time(
+    bench: Bench, name: str, make_ops: Callable[[], Any], batch_size: int, cache_len: int, step_lens: Sequence[int]
+) -> None:
     start = time.perf_counter()
-    engine = bench.engine(ops, batch_size, cache_len, step_lens)
+    engine = bench.engine(make_ops(), batch_size, cache_len, step_lens)
     built_s = time.perf_counter() - start
     floor_us = bench.floor_us(batch_size, cache_len)
     for step_len in step_lens:
         took_us = step_us(engine, step_len)
         figures = {"us": took_us, "floor_us": floor_us, "of_bandwidth": floor_us / took_us, "built_s": built_s}
         bench.note(f"{name} batch {batch_size} cache {cache_len} tokens {step_len}", figures)
+        if (cache_len, step_len) == (CACHE_LENS[0], 1):
+            bench.stand(batch_size, name, took_us)
 
 
 # Whether it is right -------------------------------------------------------------------------------------------------
@@ -217,12 +286,13 @@ def greedy(engine: GraphEngine, model: Any) -> dict[str, object]:
     eager = EagerEngine(model)
     rows = [ids(PROMPT_LEN - 2 * row % 30, row) for row in range(engine.batch_size)]
     alone = [reference(eager, row, OUTPUT_LEN) for row in rows]
-    error = logit_error(eager, rows[0], alone[0])
+    rounding = tolerance(eager, rows, alone)
     prompt = Prompt.of(rows, engine.device)
     said = decode(engine, engine.prefill(prompt), OUTPUT_LEN)
     again = decode(engine, engine.prefill(prompt), OUTPUT_LEN)
     matches = [
-        compare(told.tokens, row, Gap(told.logits.tolist()), error) for told, row in zip(alone, said, strict=True)
+        compare(told.tokens, row.tokens, told.gap, row.distances, rounding, forced=True)
+        for told, row in zip(alone, forced_choices(engine, engine.prefill(prompt), alone), strict=True)
     ]
     return {
         "rows": len(rows),
@@ -380,9 +450,9 @@ def tune16(bench: Bench) -> None:
 
 
 def eager(bench: Bench) -> None:
-    """What the eager engine's step makes a caller wait, in wall time."""
+    """What the eager engine's step makes a caller wait, in wall time, and how long the card works in it."""
     engine = EagerEngine(bench.model)
-    for batch_size in (1, 16):
+    for batch_size in BATCH_SIZES:
         state = engine.prefill(Prompt.of([ids(PROMPT_LEN, row) for row in range(batch_size)], "cuda"))
         took_us = []
         for _ in range(40):
@@ -391,24 +461,50 @@ def eager(bench: Bench) -> None:
             state = engine.step(state)
             torch.cuda.synchronize()
             took_us.append((time.perf_counter() - start) * 1e6)
-        bench.note(f"eager wall batch {batch_size}", {"us": statistics.median(took_us[5:]), "least_us": min(took_us)})
+        wall_us = statistics.median(took_us[5:])
+        bench.note(f"eager wall batch {batch_size}", {"us": wall_us, "least_us": min(took_us)})
+        bench.stand(batch_size, "eager wall", wall_us)
+        traced = trace(partial(engine.step, state), "cuda")
+        if traced.device_s is None:
+            bench.note(f"eager device batch {batch_size}", traced.reason)
+            continue
+        bench.note(f"eager device batch {batch_size}", {"us": 1e6 * traced.device_s, "kernels": traced.n_kernels})
+        bench.stand(batch_size, "eager device", 1e6 * traced.device_s)
 
 
 def plain(bench: Bench) -> None:
     """transformers' own forward over its own static cache, captured."""
-    for batch_size, cache_len in ((1, CACHE_LENS[0]), (1, CACHE_LENS[1]), (16, CACHE_LENS[0])):
-        took_us = transformers_us(bench.model, bench.model, batch_size, cache_len)
-        bench.note(f"transformers captured batch {batch_size} cache {cache_len}", took_us)
+    for batch_size in BATCH_SIZES:
+        bench.tried(f"transformers captured batch {batch_size}", partial(_plain, bench, batch_size))
+
+
+def _plain(bench: Bench, batch_size: int) -> None:
+    took_us = transformers_us(bench.model, bench.model, batch_size, CACHE_LENS[0])
+    bench.note(f"transformers captured batch {batch_size} cache {CACHE_LENS[0]}", took_us)
+    bench.stand(batch_size, "captured", took_us)
 
 
 def compiled(bench: Bench) -> None:
-    """The same, compiled by torch.compile first."""
-    for batch_size in (1, 16):
-        torch._dynamo.reset()
-        start = time.perf_counter()
+    """The same, compiled by torch.compile first; at batch 1 also with transformers' own eager attention, which an H200 ran
+    faster once compiled. The quicker of both stands in the table."""
+    for batch_size, attention in ((1, "sdpa"), (1, "eager"), (16, "sdpa"), (4, "sdpa")):
+        name = f"transformers compiled batch {batch_size} {attention}"
+        bench.tried(name, partial(_compiled, bench, name, batch_size, attention))
+
+
+def _compiled(bench: Bench, name: str, batch_size: int, attention: str) -> None:
+    before = bench.model.config._attn_implementation
+    torch._dynamo.reset()
+    start = time.perf_counter()
+    bench.model.set_attn_implementation(attention)
+    try:
         forward = torch.compile(bench.model.forward, dynamic=False)
         took_us = transformers_us(bench.model, forward, batch_size, CACHE_LENS[0])
-        bench.note(f"transformers compiled batch {batch_size}", {"us": took_us, "built_s": time.perf_counter() - start})
+    finally:
+        bench.model.set_attn_implementation(before)
+    bench.note(name, {"us": took_us, "built_s": time.perf_counter() - start})
+    known = bench.beside.get(batch_size, {}).get("compiled", took_us)
+    bench.stand(batch_size, "compiled", min(known, took_us))
 
 
 @torch.inference_mode()
@@ -475,7 +571,7 @@ def quantized(bench: Bench) -> None:
 STAGES: dict[str, Callable[[Bench], None]] = {
     f.__name__: f for f in (times, correct, kernels, tune, tune16, eager, plain, compiled, cublas, quantized)
 }
-DEFAULT = ("times", "correct", "kernels")
+DEFAULT = ("times", "eager", "plain", "kernels", "correct", "compiled")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -485,25 +581,52 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a tuning stage may take")
+    parser.add_argument("--limit", type=float, default=220.0, help="seconds for all stages together")
     given = parser.parse_args(arguments)
     if unknown := [stage for stage in given.stages if stage not in STAGES]:
         parser.error(f"no stage {unknown[0]!r}: there are {', '.join(STAGES)}")
+    if not 0 < given.limit < float("inf"):
+        parser.error(f"--limit {given.limit} is not a number of seconds above 0")
     return given
 
 
-def run(stages: Iterable[str], bench: Bench) -> int:
-    """Each stage in turn; one that fails doesn't take the others' figures along. Returns how many failed."""
-    failed = 0
+def run(stages: Iterable[str], bench: Bench, limit_s: float) -> int:
+    """Each stage in turn; one that fails doesn't take the others' figures along. Returns how many failures there were,
+    among them what was not reached within `limit_s` seconds."""
+    end = time.perf_counter() + limit_s
     for stage in stages:
         print(f"== {stage}", flush=True)
+        start = time.perf_counter()
         try:
-            STAGES[stage](bench)
-        except Exception as error:
-            failed += 1
-            traceback.print_exc(limit=-4)
-            bench.note(f"{stage} failed", f"{type(error).__name__}: {str(error)[:300]}")
+            if start >= end:
+                raise OutOfTime(f"not reached within {limit_s:.0f} s")
+            with limited(end - start):
+                STAGES[stage](bench)
+        except (Exception, OutOfTime) as error:
+            bench.fail(stage, error)
+        bench.note(f"{stage}, seconds", time.perf_counter() - start)
         torch.cuda.empty_cache()
-    return failed
+    for line in side_by_side(bench.beside):
+        print(line)
+    bench.note("us a step, by batch size and way", {str(b): ways for b, ways in bench.beside.items()})
+    return bench.failed
+
+
+def side_by_side(beside: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """A line a way, with us a step and the share of the floor for each batch size; a dash where it wasn't timed."""
+    beside = dict(sorted(beside.items()))
+    heads = [f"batch {batch_size}, us" for batch_size in beside]
+    lines = ["  ".join([" " * 40, *(f"{head:>14} {'of floor':>8}" for head in heads)])]
+    for way, words in WAYS.items():
+        if not any(way in ways for ways in beside.values()):
+            continue
+        cells = []
+        for ways in beside.values():
+            took_us = ways.get(way)
+            share = "-" if took_us is None else f"{ways['floor'] / took_us:.0%}"
+            cells.append(f"{'-' if took_us is None else f'{took_us:,.0f}':>14} {share:>8}")
+        lines.append("  ".join([f"{words:<40}", *cells]))
+    return lines if beside else []
 
 
 def main() -> int:
@@ -511,7 +634,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("graph_step.py needs a CUDA card: torch sees none here", file=sys.stderr)
         return 2
-    return min(1, run(given.stages or DEFAULT, Bench.on_cuda(given.json, given.seconds)))
+    start = time.perf_counter()
+    bench = Bench.on_cuda(given.json, given.seconds)
+    return min(1, run(given.stages or DEFAULT, bench, given.limit - (time.perf_counter() - start)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_every_claim_has_a_statement_and_bounds_with_a_reason(claim: Claim) -> N
     assert claim.bounds
     assert all(bound.reason and bound.what for bound in claim.bounds)
     assert len({bound.what for bound in claim.bounds}) == len(claim.bounds)
-    assert claim.needs <= {"cuda", "trained", "article_sizes", "draft"}
+    known = {"cuda", "gpus2", "tensor_plan", "pipeline_plan", "trained", "article_sizes", "draft", "served"}
+    assert claim.needs <= known
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.id)
@@ -210,8 +211,25 @@ def test_figures_have_three_digits_and_never_an_exponent_where_people_read(value
         ({"below": 1.5}, "< 1.5x"),
         ({"at_least": 0.95, "at_most": 1.05}, "0.95x to 1.05x"),
         ({"above": 0.5, "at_most": 0.65}, "> 0.5x to 0.65x"),
+        ({"above": 0.0, "below": 1.0}, "> 0x and < 1x"),
+        ({"at_least": 0.5, "below": 1.0}, ">= 0.5x and < 1x"),
         ({"at_least": 1, "at_most": 1}, "= 1x"),
     ],
 )
 def test_a_bound_reads_as_people_write_it(limits: dict[str, float], required: str) -> None:
     assert Bound("ratio", "why", **limits).required == required  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({}, "no limit"),
+        ({"above": 1, "at_least": 2}, "two limits on one side"),
+        ({"below": 1, "at_most": 2}, "two limits on one side"),
+        ({"at_least": 2, "at_most": 1}, "nothing can meet"),
+        ({"above": 1, "at_most": 1}, "nothing can meet"),
+    ],
+)
+def test_a_bound_that_judges_nothing_is_refused(limits: dict[str, float], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Bound("ratio", "why", **limits)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.claims import Bound, Word
 from benchmarks.estimates import (
     CONFIDENCE,
     EARLY_FACTOR,
@@ -205,3 +206,27 @@ def test_all_looks_together_are_wrong_with_a_chance_under_one_per_cent_whatever_
     assert wrong == pytest.approx(0.0027, abs=0.0001)
     assert between == pytest.approx(0.0034, abs=0.0001)
     assert wrong + between < 0.01
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["value", "low", "high"])
+def test_an_estimate_of_what_is_no_number_says_so_and_passes_nothing(odd: float, place: str) -> None:
+    made = Estimate(**{"value": 1.0, "low": 0.9, "high": 1.1, "n": 20} | {place: odd})  # type: ignore[arg-type]
+    assert (made.low, made.high) == (None, None)
+    assert made.problem is not None
+    assert str(odd) in made.problem
+    assert Bound("ratio", "why", at_most=100).verdict(made) is Word.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high"), [(1.0, 1.1, 0.9), (2.0, 0.9, 1.1), (0.5, 0.9, 1.1), (None, 2.0, 1.0)]
+)
+def test_an_interval_upside_down_or_beside_its_value_is_refused(value: float | None, low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="holds its value"):
+        Estimate(value, low, high, 20)
+
+
+def test_half_an_interval_is_no_interval() -> None:
+    made = Estimate(1.0, 0.9, None, 20)
+    assert made.problem == "no interval could be drawn"
+    assert Bound("ratio", "why", at_least=0.5).verdict(made) is Word.INCONCLUSIVE

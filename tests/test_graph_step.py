@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from scripts.graph_step import kernel_order, kernel_table, parse, replay_span
+from scripts import graph_step
+from scripts.graph_step import (
+    Bench,
+    OutOfTime,
+    kernel_order,
+    kernel_table,
+    limited,
+    parse,
+    replay_span,
+    run,
+    side_by_side,
+)
 
 
 @pytest.mark.parametrize(("cache_len", "step_len"), [(256, 1), (256, 5), (2048, 1), (64, 5)])
@@ -36,3 +53,77 @@ def test_an_unknown_stage_is_refused_with_those_there_are(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parse(["tims"])
     assert "no stage 'tims': there are times, correct" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["0", "nan", "inf", "-1"])
+def test_a_limit_is_a_number_of_seconds(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--limit", limit])
+    assert "seconds above 0" in capsys.readouterr().err
+
+
+# A run of several stages ----------------------------------------------------------------------------------------------
+
+
+def bench(json_path: Path | None = None) -> Bench:
+    made = Bench(None, SimpleNamespace(), 1e12, json_path)  # type: ignore[arg-type]
+    made.floor_us = lambda batch_size=0, cache_len=0: 700.0  # type: ignore[method-assign]
+    return made
+
+
+def test_a_block_that_takes_too_long_is_left_even_when_it_swallows_errors() -> None:
+    start = time.perf_counter()
+
+    def stubborn() -> None:
+        while time.perf_counter() - start < 5:
+            with contextlib.suppress(Exception), limited(0.05):
+                time.sleep(1)
+
+    with pytest.raises(OutOfTime, match="stopped after"):
+        stubborn()
+    assert time.perf_counter() - start < 4
+    with limited(0.05):
+        pass
+    time.sleep(0.1)  # the alarm is off again
+
+
+def fails(_bench: Bench) -> None:
+    raise ValueError("no room")
+
+
+def half_fails(of: Bench) -> None:
+    of.stand(1, "fused", 1400.0)
+    of.tried("one way", lambda: fails(of))
+    of.stand(1, "eager wall", 70000.0)
+
+
+def stuck(_bench: Bench) -> None:
+    time.sleep(5)
+
+
+def test_what_fails_or_is_stuck_takes_no_other_figures_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {"fails": fails, "half_fails": half_fails, "stuck": stuck, "late": half_fails}
+    monkeypatch.setattr(graph_step, "STAGES", stages)
+    kept = tmp_path / "graphs.json"
+    assert run(stages, bench(kept), 0.8) == 4
+    said = capsys.readouterr().out
+    figures = json.loads(kept.read_text())
+    assert figures["fails failed"] == figures["one way failed"] == "ValueError: no room"
+    assert "OutOfTime" in figures["stuck failed"] and "OutOfTime" in figures["late failed"]
+    assert figures["us a step, by batch size and way"] == {
+        "1": {"floor": 700.0, "fused": 1400.0, "eager wall": 70000.0}
+    }
+    assert "ours of fused kernels, captured" in said
+
+
+def test_ways_stand_side_by_side_with_their_shares_of_the_floor() -> None:
+    lines = side_by_side({1: {"floor": 700.0, "fused": 1400.0}, 16: {"floor": 750.0, "eager wall": 30000.0}})
+    assert [line.split() for line in lines] == [
+        ["batch", "1,", "us", "of", "floor", "batch", "16,", "us", "of", "floor"],
+        ["eager,", "wall", "-", "-", "30,000", "2%"],
+        ["ours", "of", "fused", "kernels,", "captured", "1,400", "50%", "-", "-"],
+        ["floor", "700", "100%", "750", "100%"],
+    ]
+    assert side_by_side({}) == []

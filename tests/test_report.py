@@ -43,6 +43,12 @@ MACHINE = {
 RIG = {"name": "qwen2.5", "weights": "random", "target": "Qwen/Qwen2.5-1.5B", "draft": None, "dtype": "float16"}
 
 
+def _cell(id, phase, workload, engine="eager", precision="fp16", **known):
+    """A cell with a reason for each time that it lacks."""
+    unavailable = dict.fromkeys(("wall_s", "device_s"), "not timed") | known.pop("unavailable", {})
+    return Cell(id, id.split(".")[0], phase, workload, engine, precision, unavailable=unavailable, **known)
+
+
 def _cells():
     cells = []
     for n in (1, 16):
@@ -71,15 +77,15 @@ def _cells():
                 unavailable={"device_s": "of a request only its phases have one"},
             )
         )
-        cells.append(Cell(f"batching.{n}.prefill", "batching", "prefill", {}, "eager", "fp16", wall_s=(0.0219,)))
-    gone = {"figures": "out of memory"}
-    cells.append(Cell("batching.32", "batching", "row", {"batch_size": 32}, "eager", "fp16", unavailable=gone))
+        cells.append(_cell(f"batching.{n}.prefill", "prefill", {}, wall_s=(0.0219,)))
+    gone = dict.fromkeys(("wall_s", "device_s", "figures"), "out of memory")
+    cells.append(_cell("batching.32", "row", {"batch_size": 32}, unavailable=gone))
     for side, ttft_s, x in (("full", 0.0221, {}), ("cached", 0.0204, {"prefill_speedup": 1.083})):
         figures = {"ttft_s": ttft_s, "decode_s": 0.88, "e2e_s": 0.9, "tpot_s": 0.0187, **x}
         workload = {"name": f"{side}: How do I reset my password?", "batch_size": 1, "output_len": 48}
-        cells.append(Cell(f"prefix.0.{side}", "prefix", "row", workload, "eager", "fp16", figures=figures))
+        cells.append(_cell(f"prefix.0.{side}", "row", workload, figures=figures))
     figures = {"queue_s": 0.25, "goodput_per_s": 12.5, "kv_bytes": 2.0**30, "hit_rate": 0.5, "requests": 16.0}
-    cells.append(Cell("serving.a", "serving", "row", {"name": "sixteen arrivals"}, "vllm", "fp16", figures=figures))
+    cells.append(_cell("juggling.a", "row", {"name": "sixteen arrivals"}, "vllm", figures=figures))
     return cells
 
 
@@ -103,16 +109,22 @@ def _verdicts():
     return verdicts
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     """A run with every kind of verdict, as a Ledger writes it."""
-    ledger = Ledger(tmp_path, MACHINE, RIG, "eager")
+    ledger = Ledger(tmp_path_factory.mktemp("run"), MACHINE, RIG, "eager")
     for cell in _cells():
         ledger.cell(cell)
     for verdict in _verdicts():
-        ledger.verdict(verdict)
+        ledger.verdict(verdict, "eager")
     ledger.note("machine_after", MACHINE)
     return read_run(ledger.path)
+
+
+@pytest.fixture
+def run(written):
+    """The written run, to be changed as a test likes."""
+    return copy.deepcopy(written)
 
 
 def _text(run, width=100):
@@ -160,10 +172,49 @@ def test_trained_weights_are_not_called_random(run):
 def test_the_batching_table_has_the_articles_columns_and_the_cards_own_time(run):
     text = _text(run)
     row = next(line for line in text.splitlines() if re.match(r"16 +\d", line))
-    assert row.split() == ["16", "21.9", "18.7", "900", "56.2", "851.2", "3.00", "3.70", "83%", "3.10", "83.4%"]
+    assert row.split() == ["16", "21.9", "18.7", "900", "56.2", "851", "3.00", "3.70", "83%", "3.10", "83.4%"]
     ran = "attention that ran: prefill cudnn, decode efficient; the flags allow cudnn, flash (batch 1, 16)"
     assert ran in text.replace("\n  ", " ")
     assert "not measured: out of memory (batch 32)" in text
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "throughput"),
+    [
+        ((0.900, 0.901), "851"),  # two rounds within 0.1 %: three digits
+        ((0.80, 1.00), "850"),  # within 22 %: two
+        ((0.9,), "850"),  # nobody knows
+        (None, "851.2"),  # published figures: as they are
+    ],
+)
+def test_a_row_shows_no_more_digits_than_its_rounds_carry(run, wall_s, throughput):
+    for cell in run["cells"]:
+        if cell["id"] == "batching.16":
+            cell["wall_s"] = wall_s
+    row = next(line for line in card_lines(run) if re.match(r"16 +\d", line))
+    assert row.split()[5] == throughput
+
+
+def test_figures_that_no_clock_gave_keep_their_digits(run):
+    (cell,) = (c for c in run["cells"] if c["id"] == "batching.16")
+    cell["wall_s"], cell["bytes"] = [0.5, 1.5], {"peak": 3.14 * 2**30}
+    assert " 3.14 " in next(line for line in card_lines(run) if re.match(r"16 +\d", line))
+
+
+def test_every_column_has_a_name_that_says_what_it_is(run):
+    figures = {"e2e_s": 0.3, "c": 0.415, "predicted_speed": 1.614}
+    run["cells"] = [_cell("speculation.with_draft", "row", {}, figures=figures).record]
+    table = " ".join(_text(run).split("== Speculative")[1].split())
+    assert "draft step" in table
+    assert "1.61x" in table
+    assert " c " not in table
+
+
+def test_the_t4_column_is_explained_where_it_has_figures(run):
+    assert "measured once on one Tesla T4" in _text(run)
+    for claim in run["claims"]:
+        claim["t4"] = None
+    assert "Tesla T4" not in _text(run)
 
 
 def test_a_phase_that_its_row_tells_of_gets_no_table_of_its_own(run):
@@ -178,25 +229,38 @@ def test_a_full_and_a_cached_prefill_stand_in_one_row(run):
 def test_each_precision_shows_its_memory_over_the_one_that_is_not_quantized(run):
     for precision, held in (("fp16", 3.0e9), ("int8", 1.77e9)):
         held_by = {"bytes": {"storages": held}}
-        cell = Cell(f"quant.{precision}", "quant", "row", {"name": "rows"}, "eager", precision, **held_by)
+        cell = _cell(f"quant.{precision}", "row", {"name": "rows"}, precision=precision, **held_by)
         run["cells"].append(cell.record)
     assert next(line for line in card_lines(run) if line.startswith("int8 ")).split() == ["int8", "1.65", "0.59x"]
 
 
 def test_a_math_fallback_is_told(run):
     kernels = {"attention": ["math"], "math_fallback": True, "proof": ["softmax"], "longest": [{"name": "gemm"}]}
-    run["cells"] = [Cell("a.b", "a", "verify", {}, "eager", "fp16", wall_s=(0.1,), kernels=kernels).record]
+    run["cells"] = [_cell("a.b", "verify", {}, wall_s=(0.1,), kernels=kernels).record]
     text = _text(run)
     assert "attention that ran: math (math fallback: SDPA built the whole score matrix)" in text
     assert "gemm" not in text
+    head = " ".join(text.split("\n\n")[0].split())
+    assert "finding SDPA fell back to its math kernel, which builds the whole score matrix, in a.b" in head
+
+
+def test_a_fallback_is_a_finding_once_for_each_phase_and_none_without_one(run):
+    assert "finding" not in _text(run)
+    for n in range(9):
+        row = {"prefill": ["math"], "decode": ["cudnn"], "allowed": ["math"]}
+        run["cells"].append(_cell(f"x.{n}", "row", {}, kernels=row).record)
+        phase = {"attention": ["math"], "math_fallback": True}
+        run["cells"].append(_cell(f"x.{n}.prefill", "prefill", {}, kernels=phase).record)
+    head = " ".join(_text(run).split("\n\n")[0].split())
+    assert head.endswith("in x.0.prefill, x.1.prefill, x.2.prefill, x.3.prefill, x.4.prefill, x.5.prefill and 3 more")
 
 
 def test_a_station_that_nobody_has_heard_of_appears_with_units(run):
     text = _text(run)
-    assert "== serving" in text
+    assert "== juggling" in text
     words = ("queue", "goodput/s", "KV", "memory", "hit", "rate", "requests", "ms", "GiB", "50%", "sixteen arrivals")
     for word in words:
-        assert word in text[text.index("== serving") :]
+        assert word in text[text.index("== juggling") :]
 
 
 def test_what_was_not_measured_is_a_dash_and_never_a_zero(run):
@@ -220,14 +284,14 @@ def test_an_incomplete_machine_record_costs_only_the_remarks(run):
 def test_no_line_is_wider_than_the_page_and_no_figure_is_cut(run, width):
     lines = card_lines(run, width)
     assert max(map(len, lines)) <= width
-    for figure in ("[14.9, 15.5]", ">= 10x", "14.7x", "851.2", "83.4%"):
+    for figure in ("[14.9, 15.5]", ">= 10x", "14.7x", "851", "83.4%"):
         assert any(figure in line for line in lines), figure
 
 
 def test_the_markdown_card_has_the_same_content(run):
     page = MarkdownIt("commonmark").enable("table").render(card_markdown(run))
     shown = re.sub(r"<[^>]+>", " ", page)
-    for words in ("15.2x [14.9, 15.5]", "REFUTED", "851.2", "RANDOM WEIGHTS", "1 HOLDS, 3 REFUTED", "out of memory"):
+    for words in ("15.2x [14.9, 15.5]", "REFUTED", "851", "RANDOM WEIGHTS", "1 HOLDS, 3 REFUTED", "out of memory"):
         assert words in shown
     assert page.count("<table>") == 6  # verdicts of three stations, three tables of figures
 
@@ -237,6 +301,88 @@ def test_the_card_is_written_beside_the_run(run, tmp_path):
     assert path == tmp_path / "card.md"
     assert path.read_text(encoding="utf-8") == card_markdown(run)
     assert not list(tmp_path.glob("*.new"))
+
+
+# Two engines ----------------------------------------------------------------------------------------------------------
+
+NO_GRAPHS = "no CUDA on this machine, and graphs are CUDA's"
+
+
+def _also_by_graph(run, **by_id):
+    """The run with each claim once more, as a graph engine found it: `by_id` has what is different, else NOT JUDGED."""
+    skipped = {"verdict": "NOT JUDGED", "observed": None, "interval": None, "parts": [], "reason": NO_GRAPHS}
+    run["engine"] = "eager and graph"
+    for claim in list(run["claims"]):
+        name = claim["id"].split(".")[1]
+        run["claims"].append(copy.deepcopy(claim) | {"engine": "graph"} | by_id.get(name, skipped))
+
+
+def test_both_engines_of_a_claim_stand_under_its_name(run, tmp_path):
+    _also_by_graph(run, prefill_1484={"verdict": "HOLDS", "observed": 4.2, "interval": [4.1, 4.3]}, sdpa_memory={})
+    next(c for c in run["claims"] if c["id"] == "prefix.prefill_1484")["disagreement"] = "the host waits for itself"
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(run), encoding="utf-8")
+    text = _text(read_run(path))
+    assert "eager and graph engines" in " ".join(text.split())
+    told = text[text.index("prefill_1484") :].split("\n")[:5]
+    assert told[0].split() == ["prefill_1484", ">=", "3x", "6.9x,", "11.3x"]
+    assert told[1].split() == CLAIMS["prefix.prefill_1484"].statement.split()
+    assert told[2].strip() == "(the engines differ: the host waits for itself)"
+    assert told[3].split() == ["REFUTED", "eager", "engine", "0.93x", "[0.91,", "0.95]"]
+    assert told[4].split() == ["HOLDS", "graph", "engine", "4.2x", "[4.1,", "4.3]"]
+    assert text.count("prefill_1484") == 1
+    assert text.count("- growth per doubling") == 2
+    assert re.search(r"^HOLDS +throughput +15\.2x", text, re.M)  # by one engine: as ever
+    assert f"NOT JUDGED graph engine, {NO_GRAPHS}: throughput, latency" in " ".join(text.split())
+    assert text.splitlines()[-2:] == [
+        "eager engine: 1 HOLDS, 3 REFUTED, 2 INCONCLUSIVE, 2 NOT JUDGED",
+        "graph engine: 1 HOLDS, 1 REFUTED, 0 INCONCLUSIVE, 6 NOT JUDGED",
+    ]
+
+
+def test_engines_that_agree_have_no_difference_to_explain(run):
+    _also_by_graph(run, prefill_1484={"disagreement": "none, really"})
+    assert "engines differ" not in _text(run)
+
+
+def test_an_engine_that_judged_nothing_is_one_line(run):
+    _also_by_graph(run)
+    text = _text(run)
+    assert text.count(NO_GRAPHS) == 1
+    assert f"NOT JUDGED  graph engine, 8 claims: {NO_GRAPHS}" in text
+    assert "graph engine, 8 claims" in card_markdown(run)
+    assert "eager engine " not in text.split("\n\n", 1)[1]
+
+
+def test_a_claim_that_no_engine_judged_for_the_same_reason_is_named_once(run):
+    random = {"reason": "random weights: quality and acceptance would mean nothing"}
+    _also_by_graph(run, not_free_speed=random, predictable=random, throughput={})
+    (line,) = [line for line in card_lines(run) if re.match("NOT JUDGED +random", line)]
+    assert line.endswith(": not_free_speed, predictable")
+
+
+def test_rows_of_another_engine_are_further_rows_of_the_same_table(run):
+    for cell in list(run["cells"]):
+        if cell["station"] in ("batching", "prefix"):
+            again = copy.deepcopy(cell) | {"engine": "graph"}
+            again["kernels"] = {"decode": ["flash"]} if cell["id"] == "batching.1" else again["kernels"]
+            run["cells"].append(again)
+    text = _text(run)
+    found = re.findall(r"^(1|16|32) +(eager|graph) ", text, re.M)
+    assert found[:6] == [
+        ("1", "eager"),
+        ("16", "eager"),
+        ("32", "eager"),
+        ("1", "graph"),
+        ("16", "graph"),
+        ("32", "graph"),
+    ]
+    assert len(re.findall(r"^How do I reset my", text, re.M)) == 2 * len(re.findall("suffix +engine", text))
+    assert "[prefill" not in text
+    flat = " ".join(text.split())
+    assert "attention that ran: decode flash (batch 1 by graph)" in flat
+    assert "the flags allow cudnn, flash (batch 1, 16 by eager; batch 16 by graph)" in flat
+    assert "not measured: out of memory (batch 32 by eager; batch 32 by graph)" in flat
 
 
 # Hostile text ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import benchmarks.batching
 import benchmarks.calibration
+import benchmarks.prefix
 import benchmarks.rigs
 from benchmarks.phases import Request
 from benchmarks.rigs import NIMBUS, Loader, random_model
@@ -31,7 +32,7 @@ from benchmarks.timing import Clock
 
 ROOT = Path(__file__).parents[1]
 MYTHS = ROOT / "myths"
-SHORT = ("--new-tokens", "8", "--prefix-len", "128", "--batch-sizes", "1,2")
+SHORT = ("--engine", "eager", "--new-tokens", "8", "--prefix-len", "128", "--batch-sizes", "1,2")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ class Ran:
 
     def ids(self, key: str) -> set[str]:
         return {entry["id"] for entry in self.run[key]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Runs within these tests draw no page, which would take them longer than the run; test_page.py draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.page.write_page", lambda runs, path: path)
+        yield
 
 
 def pytest_here(report: Path, *arguments: object, plugins: Sequence[object] = ()) -> Ran:
@@ -115,6 +124,8 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--dtype foo", ["auto", "float16", "bfloat16", "float32"]),
         ("--batch-sizes 0", ["whole numbers from 1", "1,2,4"]),
         ("--batch-sizes x", ["whole numbers from 1", "1,2,4"]),
+        ("--batch-sizes 1,65537", ["whole numbers from 1 to 65536"]),
+        ("--batch-sizes 1,2,1", ["1,2,1", "twice"]),
         ("--rig nimbus --target x/y", ["--rig", "--target", "one of them"]),
         ("--draft x/y", ["--target", "tokenizer"]),
         ("--prefix-len 4090", ["4096", "lower --prefix-len"]),
@@ -126,6 +137,7 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--target /nowhere/at/all", ["neither a folder nor a hub id"]),
         ("--target no^such/name", ["neither a folder nor a hub id"]),
         ("--report pytest.ini", ["--report", "not a folder"]),
+        ("--report /proc/x", ["--report /proc/x", "not a folder that can be written to"]),
     ],
 )
 def test_a_wrong_value_is_one_line_that_says_what_is_allowed(
@@ -143,6 +155,14 @@ def test_a_wrong_value_is_one_line_that_says_what_is_allowed(
     assert not (ROOT / "reports" / "run.json").exists() or report.name != "reports" or not report.exists()
 
 
+@pytest.mark.parametrize("option", ["--suffix", "--quant-prompt"])
+def test_a_question_longer_than_the_model_can_read_is_refused(option: str, report: Path) -> None:
+    ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word", option, "why? " * 4096)
+    assert ran.code == pytest.ExitCode.USAGE_ERROR
+    assert "4096" in ran.error
+    assert f"shorten {option}" in ran.error
+
+
 def test_an_empty_suffix_is_refused(report: Path) -> None:
     ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word", "--suffix", " ")
     assert ran.code == pytest.ExitCode.USAGE_ERROR
@@ -153,7 +173,7 @@ def test_help_shows_every_option_under_one_heading(report: Path) -> None:
     ran = pytest_here(report, "--help", MYTHS)
     _, _, after = ran.said.partition("\ninference-myths")
     section = after.split("\n\n", 1)[0]
-    names = "rig target draft weights dtype prefix-len new-tokens batch-sizes suffix quant-prompt report budget"
+    names = "rig target draft weights dtype prefix-len new-tokens batch-sizes suffix quant-prompt engine report budget"
     for name in names.split():
         assert f"--{name}" in section
         assert ran.said.count(f"\n  --{name}") == 1
@@ -166,10 +186,9 @@ def test_collecting_loads_nothing(report: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Loader, "folder", loaded)
     ran = pytest_here(report, MYTHS, "--collect-only", "-q", "--batch-sizes", "1,5", "--suffix", "Who are you?")
     assert ran.code == pytest.ExitCode.OK
-    assert "test_batching_row[1]" in ran.said
-    assert "test_batching_row[5]" in ran.said
-    assert "test_prefix_row[2]" in ran.said
-    assert "test_batching_row[2]" not in ran.said
+    for row in ("batching_row[1-eager]", "batching_row[5-eager]", "batching_row[1-graph]", "prefix_row[2-eager]"):
+        assert f"test_{row}" in ran.said
+    assert "test_batching_row[2-" not in ran.said
     assert not report.exists()
 
 
@@ -200,20 +219,22 @@ def test_one_process_is_no_reason_to_refuse(report: Path) -> None:
 
 @pytest.fixture(scope="module")
 def four_words(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One run with all four verdicts: a prefix of 128 tokens is too short for a changed word to be early in it, and no
-    round fits in a millisecond."""
+    """One run with all four verdicts: a match that overlooks the changed word, and no round fits in a millisecond."""
     folder = tmp_path_factory.mktemp("four") / "reports"
     names = "one_changed_word or nobody_of_sixteen or cost_little_memory or the_answer_is_the_same"
     xml = folder.parent / "junit.xml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmarks.calibration, "QUICK_S", {"cpu": 0.1})
-        return pytest_here(folder, MYTHS, "-v", *SHORT, "--budget", "0.001", "-k", names, f"--junitxml={xml}")
+        patch.setattr(benchmarks.prefix, "matching_prefix", lambda a, b: len(a) // 16)
+        both = (*SHORT, "--engine", "both")
+        myths = [MYTHS / "test_batching.py", MYTHS / "test_prefix_reuse.py"]
+        return pytest_here(folder, *myths, "-v", *both, "--budget", "0.001", "-k", names, f"--junitxml={xml}")
 
 
 WORDS = {
-    "HOLDS": ("prefix.same_answer", "test_the_answer_is_the_same"),
+    "HOLDS": ("prefix.same_answer", "test_the_answer_is_the_same[eager]"),
     "REFUTED": ("prefix.one_word", "test_one_changed_word_ends_the_match"),
-    "INCONCLUSIVE": ("batching.nobody_gets_sixteenth", "test_nobody_of_sixteen_waits_a_sixteenth"),
+    "INCONCLUSIVE": ("batching.nobody_gets_sixteenth", "test_nobody_of_sixteen_waits_a_sixteenth[eager]"),
     "NOT JUDGED": ("batching.memory", "test_sixteen_chats_cost_little_memory"),
 }
 
@@ -223,13 +244,13 @@ def test_a_verdict_stands_in_its_own_word(word: str, four_words: Ran) -> None:
     claim_id, test = WORDS[word]
     lines = four_words.said.splitlines()
     assert any(f"::{test} {word}" in line for line in lines)
-    (kept,) = [claim for claim in four_words.run["claims"] if claim["id"] == claim_id]
-    assert kept["verdict"] == word
+    kept = {claim["engine"]: claim for claim in four_words.run["claims"] if claim["id"] == claim_id}
+    assert kept["eager"]["verdict"] == word
     summary = lines[next(i for i, line in enumerate(lines) if "short test summary" in line) :]
     if word in ("REFUTED", "INCONCLUSIVE"):
         assert sum(line.startswith(f"{word} ") and test in line for line in summary) == 1
     if word == "NOT JUDGED":
-        (line,) = [line for line in summary if line.startswith(word)]
+        (line,) = [line for line in summary if line.startswith(word) and claim_id in line]
         assert "test_batching.py:" in line
         assert line.endswith("batching.memory: no CUDA on this machine")
 
@@ -237,7 +258,7 @@ def test_a_verdict_stands_in_its_own_word(word: str, four_words: Ran) -> None:
 def test_a_failure_is_one_line_with_all_that_a_sceptic_needs(four_words: Ran) -> None:
     lines = four_words.said.splitlines()
     (line,) = [line for line in lines if line.startswith("REFUTED prefix.one_word: ")]
-    for words in ("observed 6.25%", "required < 5%", "n=1", "nimbus", "fp32", "eager", "T4 15 of 1,484"):
+    for words in ("observed 6.2%", "required < 5%", "n=1", "nimbus", "fp32", "eager", "T4 15 of 1,484"):
         assert words in line
     (line,) = [line for line in lines if line.startswith("INCONCLUSIVE batching.nobody_gets_sixteenth: ")]
     assert "1 round, an interval needs 5" in line
@@ -246,8 +267,10 @@ def test_a_failure_is_one_line_with_all_that_a_sceptic_needs(four_words: Ran) ->
 
 def test_the_run_fails_and_counts_as_pytest_counts(four_words: Ran) -> None:
     assert four_words.code == pytest.ExitCode.TESTS_FAILED
-    assert "2 failed, 1 passed, 1 skipped" in four_words.said
-    assert "1 HOLDS, 1 REFUTED, 1 INCONCLUSIVE, 1 NOT JUDGED" in four_words.said
+    assert "2 failed, 1 passed, 3 skipped" in four_words.said
+    assert "eager engine: 1 HOLDS, 1 REFUTED, 1 INCONCLUSIVE, 1 NOT JUDGED" in four_words.said
+    assert "graph engine: 0 HOLDS, 0 REFUTED, 0 INCONCLUSIVE, 2 NOT JUDGED" in four_words.said
+    assert four_words.said.count("NOT JUDGED  graph engine, 2 claims: ") == 1
     assert (four_words.report / "card.md").read_text(encoding="utf-8")
 
 
@@ -267,7 +290,7 @@ ROWS = (
     f"{MYTHS}/test_batching.py::test_batching_row",
     f"{MYTHS}/test_batching.py::test_sixteen_rows_give_many_times_the_tokens_per_second",
     f"{MYTHS}/test_batching.py::test_a_row_says_the_same_among_fifteen_others",
-    f"{MYTHS}/test_prefix_reuse.py::test_prefix_row[0]",
+    f"{MYTHS}/test_prefix_reuse.py::test_prefix_row[0-eager]",
 )
 
 
@@ -294,9 +317,9 @@ def test_benchmark_files_carry_the_figures_of_run_json(timed: Ran) -> None:
     written = json.loads((timed.report.parent / "b.json").read_text())
     figures = {cell["id"]: cell["figures"] for cell in timed.run["cells"] if cell["phase"] == "row"}
     extra = {b["name"]: b["extra_info"] for b in written["benchmarks"]}
-    assert extra["test_batching_row[1]"] == figures["batching.1"]
+    assert extra["test_batching_row[1-eager]"] == figures["batching.1"]
     for side in ("full", "cached"):
-        assert extra["test_prefix_row[0]"][f"prefix.0.{side}"] == figures[f"prefix.0.{side}"]
+        assert extra["test_prefix_row[0-eager]"][f"prefix.0.{side}"] == figures[f"prefix.0.{side}"]
     samples = {len(cell["wall_s"]) for cell in timed.run["cells"] if cell["phase"] == "row"}
     assert {b["stats"]["rounds"] for b in written["benchmarks"]} == samples
 
@@ -304,8 +327,12 @@ def test_benchmark_files_carry_the_figures_of_run_json(timed: Ran) -> None:
 def test_what_is_benchmarked_is_the_request_and_no_garbage_collection(timed: Ran) -> None:
     written = json.loads((timed.report.parent / "b.json").read_text())
     rows = {b["name"]: b for b in written["benchmarks"]}
-    row = rows["test_batching_row[1]"]
+    row = rows["test_batching_row[1-eager]"]
     assert row["stats"]["median"] < 1.5 * row["extra_info"]["e2e_s"]
+
+
+def test_the_card_comes_after_the_table_of_benchmarks(timed: Ran) -> None:
+    assert 0 < timed.said.index(" benchmark: 2 tests ") < timed.said.index(" the card ")
 
 
 def test_only_benchmarks_means_no_claims(timed: Ran) -> None:
@@ -315,7 +342,8 @@ def test_only_benchmarks_means_no_claims(timed: Ran) -> None:
 
 def test_rows_are_measured_with_benchmarks_disabled_too(report: Path) -> None:
     names = "batching_row and 1 or the_answer_is_the_same"
-    ran = pytest_here(report, MYTHS, *SHORT, "--benchmark-disable", "-k", names)
+    myths = [MYTHS / "test_batching.py", MYTHS / "test_prefix_reuse.py"]
+    ran = pytest_here(report, *myths, *SHORT, "--benchmark-disable", "-k", names)
     assert ran.code == pytest.ExitCode.OK
     assert {"batching.1", "batching.1.prefill", "batching.1.decode"} <= ran.ids("cells")
     assert ran.ids("claims") == {"prefix.same_answer"}
@@ -330,7 +358,8 @@ def test_a_cell_out_of_memory_is_recorded_and_the_rest_goes_on(report: Path, mon
         return serve(request, clock)
 
     monkeypatch.setattr(benchmarks.batching, "serve", too_big)
-    ran = pytest_here(report, MYTHS, *SHORT, "--batch-sizes", "2,1", "-k", "batching_row")
+    rows = f"{MYTHS}/test_batching.py::test_batching_row"
+    ran = pytest_here(report, rows, *SHORT, "--batch-sizes", "2,1")
     assert ran.code == pytest.ExitCode.TESTS_FAILED
     assert "1 failed, 1 passed" in ran.said
     assert "Traceback" not in ran.said
@@ -518,45 +547,78 @@ def start(report: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+MANY = (
+    "-v",
+    "--engine=eager",
+    "--new-tokens=8",
+    "--benchmark-disable",
+    "--batch-sizes",
+    ",".join(map(str, range(1, 65))),
+)
+ROW = "myths/test_batching.py::test_batching_row"
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[signal.Signals, Ran]:
-    """Two runs at once over an earlier report, each ended by a signal of its own after its first row."""
-    many = ["-v", "--new-tokens=8", "--benchmark-disable", "--batch-sizes", ",".join(map(str, range(1, 65)))]
-    processes = {}
-    for number in (signal.SIGINT, signal.SIGKILL):
-        folder = tmp_path_factory.mktemp("ended")
-        (folder / "run.json").write_text('{"earlier": true}')
-        processes[number] = folder, start(folder, "myths/test_batching.py", *many)
-    found = {}
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run over an earlier report, killed after its first row."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "run.json").write_text('{"earlier": true}')
+    said = ""
+    with start(folder, ROW, *MANY) as process:
+        for line in process.stdout or ():
+            said += line
+            if "::test_batching_row[" in line and "PASSED" in line:
+                break
+        process.kill()
+    return Ran(process.returncode, said, folder)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The same, ended by Ctrl-C in the middle of its third row."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    (folder / "run.json").write_text('{"earlier": true}')
+    serve = benchmarks.batching.serve
+
+    def disturbed(request: Request, clock: Clock) -> Any:
+        if request.workload.batch_size == 3:
+            signal.raise_signal(signal.SIGINT)
+        return serve(request, clock)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for number, (folder, process) in processes.items():
-            said = ""
-            for line in process.stdout or ():
-                said += line
-                if "test_batching_row[1] PASSED" in line:
-                    process.send_signal(number)
-                    break
-            said += process.communicate(timeout=60)[0]
-            found[number] = Ran(process.returncode, said, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(benchmarks.batching, "serve", disturbed)
+            return pytest_here(folder, ROOT / ROW, *MANY)
     finally:
-        for _, process in processes.values():
-            process.kill()
-    return found
+        signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_what_was_measured_survives(number: signal.Signals, ended: dict[signal.Signals, Ran]) -> None:
-    ran = ended[number]
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_what_was_measured_survives(how: str, request: pytest.FixtureRequest) -> None:
+    ran: Ran = request.getfixturevalue(how)
     assert {"batching.1", "batching.1.prefill", "batching.1.decode"} <= ran.ids("cells")
     assert "batching.64" not in ran.ids("cells")
     assert json.loads((ran.report / "run.previous.json").read_text()) == {"earlier": True}
 
 
-def test_an_interrupted_run_says_so_and_ends_with_its_card(ended: dict[signal.Signals, Ran]) -> None:
-    ran = ended[signal.SIGINT]
-    assert ran.code == pytest.ExitCode.INTERRUPTED
-    assert "the card" in ran.said
-    assert "KeyboardInterrupt" in ran.said
-    assert "machine_after" in ran.run
-    assert (ran.report / "card.md").is_file()
-    assert ended[signal.SIGKILL].code == -signal.SIGKILL
+def test_an_interrupted_run_says_so_and_ends_with_its_card(killed: Ran, interrupted: Ran) -> None:
+    assert interrupted.code == pytest.ExitCode.INTERRUPTED
+    assert "the card" in interrupted.said
+    assert "KeyboardInterrupt" in interrupted.said
+    assert "batching.3" not in interrupted.ids("cells")
+    assert "machine_after" in interrupted.run
+    assert (interrupted.report / "card.md").is_file()
+    assert killed.code == -signal.SIGKILL
+
+
+def test_a_page_that_cannot_be_drawn_costs_nothing_else(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(runs: object, path: Path) -> Path:
+        raise ValueError("no \x1b[31mink")
+
+    monkeypatch.setattr("benchmarks.page.write_page", broken)
+    ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word")
+    assert ran.code == 0
+    assert "no page: ValueError: no ?[31mink" in ran.said
+    assert ran.ids("claims") == {"prefix.one_word"}
+    assert (report / "card.md").exists()

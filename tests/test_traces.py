@@ -19,6 +19,9 @@ from benchmarks import traces
 from benchmarks.attention import naive, qkv, sdpa
 from benchmarks.claims import CLAIMS, Word, judge
 from benchmarks.estimates import counted
+from benchmarks.ledger import Cell
+from benchmarks.rows import kernels
+from benchmarks.tables import math_fallbacks
 from benchmarks.traces import (
     AttentionRun,
     Event,
@@ -149,6 +152,15 @@ def test_naive_attention_on_a_card_is_proven_by_its_softmax_kernel() -> None:
     ]
     expected = AttentionRun("naive", "aten::_softmax", 1, "none", ("softmax_warp_forward",))
     assert from_events(events, "cuda").attention == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "told"), [("attention_math", SOFTMAX, ["x.1.prefill"]), ("cudnn_attention", CUDNN, [])]
+)
+def test_a_cell_whose_trace_shows_the_fallback_is_told_as_a_finding(op: str, kernel: str, told: list[str]) -> None:
+    traced = kernels(from_events(sdpa_on_cuda(op, kernel), "cuda"))
+    made = Cell("x.1.prefill", "x", "prefill", {}, "eager", "fp16", (0.1,), (0.1,), kernels=traced)
+    assert math_fallbacks([made.record]) == told
 
 
 def test_math_fallback_is_a_finding() -> None:

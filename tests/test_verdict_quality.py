@@ -1,8 +1,9 @@
 """How often the verdict engine is wrong, and how many rounds it needs, on a thousand synthetic series of each kind.
 
-The engine is the suite's own: interleave's rounds and looks, paired_ratio's interval, judge's verdict. Only the sides
-are made up: each sample is a time from a seeded generator. The figures are the table of docs/verdict-quality.md, word
-for word; after a change of the engine, `python -m tests.test_verdict_quality` in the project's folder writes it anew.
+The engine is the suite's own: looks, paired_ratio's interval, judge's verdict. Only the sides are made up: each sample is
+a time from a seeded generator. That interleave's rounds decide alike is tested on some of the series. The figures are the
+table of docs/verdict-quality.md, word for word; after a change of the engine, `python -m tests.test_verdict_quality` in
+the project's folder writes it anew.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def times(kind: str, seed: int) -> tuple[float, ...]:
     return tuple(math.exp(noise(random, position)) for position in range(2 * LAST_LOOK))
 
 
+@cache
+def sides(kind: str, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The same times by side, index by index of one round: A B, B A, ..."""
+    pairs = list(zip(times(kind, seed)[::2], times(kind, seed)[1::2], strict=True))
+    return tuple(pair[n % 2] for n, pair in enumerate(pairs)), tuple(pair[1 - n % 2] for n, pair in enumerate(pairs))
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A true ratio under a claim. `right` is the verdict to be found, None where either end would be false."""
@@ -89,8 +97,19 @@ SCENARIOS = (
 )
 
 
-def decide(claim: Claim, ratio: float, series: tuple[float, ...]) -> tuple[Word, int]:
-    """The verdict on one series, and the rounds that it took; the warm-ups take no time of the series."""
+def decide(claim: Claim, ratio: float, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[Word, int]:
+    """The verdict on one series, and the rounds that it took."""
+    word, n = Word.INCONCLUSIVE, 0
+    slower = tuple(ratio * time for time in b)
+    for n in looks():
+        word = judge(claim, paired_ratio(slower[:n], a[:n])).word
+        if word is not Word.INCONCLUSIVE:
+            break
+    return word, n
+
+
+def decide_in_rounds(claim: Claim, ratio: float, series: tuple[float, ...]) -> tuple[Word, int]:
+    """The same through the suite's own rounds; the warm-ups take no time of the series."""
     waiting: Iterator[float] = iter((1.0, 1.0, *series))
 
     found: dict[int, Word] = {}
@@ -141,7 +160,7 @@ def measure(kind: str, scenario: Scenario) -> Row:
     words: dict[Word, int] = {}
     rounds = []
     for seed in range(SERIES):
-        word, n = decide(scenario.claim, scenario.ratio, times(kind, seed))
+        word, n = decide(scenario.claim, scenario.ratio, *sides(kind, seed))
         words[word] = words.get(word, 0) + 1
         rounds.append(n)
     return Row(kind, scenario, words, tuple(rounds))
@@ -154,11 +173,7 @@ def table(rows: list[Row]) -> str:
 
 
 def measure_all() -> list[Row]:
-    """With the collector left alone: it would take most of the time, and there is nothing here for it to bill."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "quiet", nullcontext)
-        patch.setattr(timing, "set_aside", nullcontext)
-        return [measure(kind, scenario) for scenario in SCENARIOS for kind in KINDS]
+    return [measure(kind, scenario) for scenario in SCENARIOS for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +196,17 @@ def test_the_table_in_the_docs_is_what_is_measured(rows: list[Row], capsys: pyte
     with capsys.disabled():
         print(f"\n{fresh}")
     assert DOC.read_text(encoding="utf-8").split(START)[1].split(END)[0] == fresh
+
+
+def test_the_suites_own_rounds_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the collector left alone: it would take most of the time, and there is nothing here for it to bill."""
+    monkeypatch.setattr(timing, "quiet", nullcontext)
+    monkeypatch.setattr(timing, "set_aside", nullcontext)
+    for scenario in SCENARIOS:
+        for kind in KINDS:
+            for seed in range(12):
+                seen = decide(scenario.claim, scenario.ratio, *sides(kind, seed))
+                assert decide_in_rounds(scenario.claim, scenario.ratio, times(kind, seed)) == seen
 
 
 def test_these_limits_can_be_missed() -> None:

@@ -52,7 +52,7 @@ any_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=("words", "
 @any_tokenizer
 def test_the_articles_lengths_are_exact_on_any_tokenizer(tokenizer: workloads.Tokenizer) -> None:
     assert len(workloads.prefix_ids(tokenizer, PREFIX_LEN)) == 1484
-    assert {len(workloads.short_prompt(tokenizer, row)) for row in range(40)} == {37}
+    assert {len(row) for row in workloads.short_prompts(tokenizer, [37] * 40)} == {37}
     assert len(workloads.prefix_ids(tokenizer, 16384)) == 16384
 
 
@@ -79,9 +79,10 @@ def test_no_token_is_added_that_the_text_does_not_have(tokenizer: workloads.Toke
 
 def test_a_short_prompt_ends_in_its_own_question_whole() -> None:
     tokenizer = Words()
+    prompts = workloads.short_prompts(tokenizer, [37] * (len(QUESTIONS) + 2))
     for row in (0, 3, len(QUESTIONS) + 1):
         question = QUESTIONS[row % len(QUESTIONS)][0]
-        assert question in tokenizer.decode(workloads.short_prompt(tokenizer, row))
+        assert question in tokenizer.decode(prompts[row])
 
 
 def test_texts_to_continue_are_whole() -> None:

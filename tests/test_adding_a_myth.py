@@ -1,0 +1,157 @@
+"""A claim is judged by a test in myths/ and refutes a liar in tests/; and the README's way to add one works as written."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+import pytest
+import torch
+
+import benchmarks.calibration
+import benchmarks.claims
+from benchmarks.claims import CLAIMS, Claim
+
+ROOT = Path(__file__).parents[1]
+
+
+# Every claim ----------------------------------------------------------------------------------------------------------
+
+
+def judged_in(source: str) -> set[str]:
+    """The claims that tests of a module are marked with."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    marks = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "claim")
+    return {str(ast.literal_eval(mark.args[0])) for mark in marks if mark.args}
+
+
+def refuted_in(source: str) -> set[str]:
+    """The strings in tests of a module that speak of REFUTED, and in what these tests use of their module."""
+    own: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        own |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own[node.name] = node
+    found: set[str] = set()
+    for name, test in own.items():
+        if not name.startswith("test_") or "REFUTED" not in {getattr(n, "attr", None) for n in ast.walk(test)}:
+            continue
+        seen, ahead = {name}, [test]
+        while ahead:
+            for node in ast.walk(ahead.pop()):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+                used = getattr(node, "id", None) or getattr(node, "arg", None)  # by name, or as a fixture
+                if used in own and used not in seen:
+                    seen.add(used)
+                    ahead.append(own[used])
+    return found
+
+
+def test_every_claim_is_judged_in_myths_and_every_mark_has_its_claim() -> None:
+    judged = set().union(*(judged_in(path.read_text(encoding="utf-8")) for path in (ROOT / "myths").glob("test_*.py")))
+    assert judged == set(CLAIMS)
+
+
+def test_every_claim_refutes_a_liar() -> None:
+    met = set().union(*(refuted_in(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("test_*.py")))
+    assert [id for id in CLAIMS if id not in met] == []
+
+
+def test_a_claim_without_a_liar_is_seen() -> None:
+    source = """
+KNOWN = ("a.known", "a.table")
+def observed(): return "a.helped"
+def test_held(): assert word("a.held") is Word.HOLDS
+def test_lied(): assert word("a.lied", observed(), KNOWN) is Word.REFUTED
+"""
+    assert refuted_in(source) == {"a.lied", "a.helped", "a.known", "a.table"}
+    assert judged_in('@pytest.mark.claim("a.marked")\ndef test_it(judge): judge("a.other")') == {"a.marked"}
+
+
+# The README's example -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pieces() -> list[str]:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## How to add a myth")[1].split("\n## ")[0]
+    found = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(found) == 3, "the claim, the myth and the liar"
+    return found
+
+
+@pytest.fixture
+def conftest(request: pytest.FixtureRequest) -> ModuleType:
+    module = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    assert isinstance(module, ModuleType)
+    return module
+
+
+@pytest.fixture
+def with_claim(pieces: list[str], conftest: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Claim:
+    """The example's claim in the table, wherever the table is read."""
+    made: Claim = eval(f"({pieces[0].strip()})[0]", vars(benchmarks.claims))
+    table: Mapping[str, Claim] = MappingProxyType({**CLAIMS, made.id: made})
+    for module in [m for m in (*sys.modules.values(), conftest) if vars(m).get("CLAIMS") is CLAIMS]:
+        monkeypatch.setattr(module, "CLAIMS", table)
+    return made
+
+
+@pytest.fixture
+def on_path(pieces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example's two files in folders of their own."""
+    for folder, text in (("myths", pieces[1]), ("tests", pieces[2])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_answer_length.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(
+        "myths.test_answer_length", tmp_path / "myths" / "test_answer_length.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "myths.test_answer_length", module)
+    spec.loader.exec_module(module)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, plugins: Sequence[object] = ()) -> tuple[int, str]:
+    """Pytest in this process: exit code and what it said."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    plain = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = pytest.main(
+            [str(a) for a in ("--rootdir", ROOT, "-c", ROOT / "pytest.ini", *plain, *arguments)], list(plugins)
+        )
+    return int(code), said.getvalue()
+
+
+def test_the_readmes_liar_is_refuted(with_claim: Claim, on_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = run(monkeypatch, on_path / "tests")
+    assert code == pytest.ExitCode.OK, said
+    assert "2 passed" in said
+    assert with_claim.id in refuted_in((on_path / "tests" / "test_answer_length.py").read_text(encoding="utf-8"))
+
+
+def test_the_readmes_myth_ends_in_a_verdict_on_the_card(
+    with_claim: Claim, on_path: Path, conftest: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.calibration, "QUICK_S", {"cpu": 0.1})
+    myth = on_path / "myths" / "test_answer_length.py"
+    code, said = run(monkeypatch, myth, "--budget=0.5", "--new-tokens=8", f"--report={on_path}", plugins=[conftest])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), said  # a busy machine may end undecided
+    (kept,) = json.loads((on_path / "run.json").read_text(encoding="utf-8"))["claims"]
+    assert (kept["id"], kept["n"] > 0) == (with_claim.id, True)
+    assert "== length ==" in said
+    assert judged_in(myth.read_text(encoding="utf-8")) == {with_claim.id}
