@@ -218,8 +218,9 @@ def calibrate(
 ) -> Calibration:
     """The noise floor of every metric, within about `budget_s` seconds.
 
-    Metrics: "prefill_wall" and "decode_wall" of requests at batch 1 served in turn, "graph.decode_wall" and
-    "graph.request_wall" of graph engines when the session judges on them, "request_wall" of whole requests one after the other; on CUDA also "prefill_device" and "decode_device" (profiler traces of a prefill and of a few steps) and
+    Metrics: "prefill_wall" and "decode_wall" of requests at batch 1 served in turn; "request_wall" of whole requests one
+    after the other; "graph.decode_wall" and "graph.request_wall" of graph engines, when the session judges on them; on
+    CUDA also "prefill_device" and "decode_device" (profiler traces of a prefill and of a few steps) and
     "attention_device" (4,096 tokens of SDPA). Without `traces` the two that no verdict rests on are left out.
     """
     from benchmarks.phases import Request, serve

@@ -206,7 +206,8 @@ class Setting:
     """Where a claim is judged: what is lacking here (by need, with the reason), the noise floors, and a description.
 
     `lacks` maps a need ("cuda", "trained", ..., and "engine", which every claim needs) to why it isn't met; `floors` a
-    metric to its relative noise floor, and a claim whose metric is missing there is not decided. None: a setting without noise, as in a calculation.
+    metric to its relative noise floor, and a claim whose metric is missing there is not decided. None: a setting
+    without noise, as in a calculation.
     """
 
     lacks: Mapping[str, str] = field(default_factory=dict)

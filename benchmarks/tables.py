@@ -138,7 +138,6 @@ _LAYOUTS = {
         {
             "e2e_s": "time",
             "output_tokens_per_s": "tok/s",
-            "speed_over_alone": "speed over alone",
             "acceptance_rate": "acceptance",
             "mean_acceptance_length": "tokens per check",
             "target_forwards": "target forwards",
