@@ -7,11 +7,12 @@ second or more), so it is a call of its own, never inside a wall sample, and of 
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -165,6 +166,7 @@ def record(call: Callable[[], object], device: Device) -> list[Event] | str:
     wanted = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if device == "cuda" else set())
     sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     supported = supported_activities()  # type: ignore[no-untyped-call]
+    _leave_nothing_behind(os.environ, torch.version.cuda)
     profiler = profile(activities=wanted & supported, record_shapes=True)
     sync()
     try:
@@ -181,6 +183,17 @@ def record(call: Callable[[], object], device: Device) -> list[Event] | str:
     finally:
         profiler.stop()
     return _events(profiler)
+
+
+def _leave_nothing_behind(environ: MutableMapping[str, str], cuda: str | None) -> None:
+    """Have the profiler detach from the card when it stops: else every launch that comes after it costs more.
+
+    Seen on an H200 (torch 2.11, CUDA 13.0): an eager decode step of Qwen2.5-1.5B took 24 to 33 ms before the first trace
+    of a process and 38 to 43 ms after it; with this, 27 ms before and 22 to 28 ms after. Detaching breaks recorded graphs
+    before CUDA 12.6 (pytorch/pytorch#146604), so there wall times after a trace stay too long. What the user has set stays.
+    """
+    if cuda is not None and tuple(map(int, cuda.split(".")[:2])) >= (12, 6):
+        environ.setdefault("TEARDOWN_CUPTI", "1")
 
 
 def _events(profiler: profile) -> list[Event]:

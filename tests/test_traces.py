@@ -344,6 +344,19 @@ def test_the_cards_work_belongs_to_the_call_in_whose_time_it_ran(monkeypatch: py
     assert (second.n_kernels, second.device_s) == (2, pytest.approx(15e-9))
 
 
+@pytest.mark.parametrize(
+    ("cuda", "left"),
+    [("13.0", {"TEARDOWN_CUPTI": "1"}), ("12.6", {"TEARDOWN_CUPTI": "1"}), ("12.4", {}), ("11.8", {}), (None, {})],
+)
+def test_the_profiler_lets_go_of_the_card_where_that_is_safe(cuda: str | None, left: dict[str, str]) -> None:
+    environ: dict[str, str] = {}
+    traces._leave_nothing_behind(environ, cuda)
+    assert environ == left
+    chosen = {"TEARDOWN_CUPTI": "0"}
+    traces._leave_nothing_behind(chosen, cuda)
+    assert chosen == {"TEARDOWN_CUPTI": "0"}, "what the user has set stays"
+
+
 def test_a_profiler_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(_: object) -> None:
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nat line 1")
