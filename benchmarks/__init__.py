@@ -10,8 +10,10 @@
     ledger       run.json as it is written
     report       the card made of it, with tables
 
-One subject each: batching, prefix, quantization, attention, speculation, and rows, which they share.
-Instruments: memory, traces, machine, tokens, calibration.
+One subject each: batching, prefix, quantization, attention, speculation, bigger_gpu, parallel (with team, workers,
+ranks, tensor_parallel and pipeline under it), serving (with servers, client, answers, loads, metrics and serving_claims
+under it); rows and curves, which they share.
+Instruments: memory, traces, machine, tokens, calibration, roofline.
 """
 
 SUITE_VERSION = "0.1.0"

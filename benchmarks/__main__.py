@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import calibration
+from benchmarks import accept, calibration, compare, diagnose
+from benchmarks.cells_csv import cells_csv
 from benchmarks.report import ReportError, card_lines, card_markdown, plain, read_run
 
 
@@ -25,23 +26,49 @@ class Command:
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN.JSON", help="a run of this suite, such as reports/run.json")
-    parser.add_argument("--markdown", action="store_true", help="GitHub-flavoured Markdown instead of text")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN.JSON", help="a run of this suite, such as reports/run.json"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=Path("reports/index.html"),
+        metavar="FILE",
+        help="where the page of these runs goes (default: %(default)s)",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--card", action="store_true", help="print the cards and write no page")
+    only.add_argument("--markdown", action="store_true", help="print GitHub-flavoured Markdown and write no page")
+    only.add_argument("--csv", action="store_true", help="print all figures, one a line, and write no page")
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    run = read_run(arguments.run)
+    runs = [read_run(path) for path in arguments.runs]
+    if arguments.csv:
+        sys.stdout.write(cells_csv(runs))
+        return 0
     if arguments.markdown:
-        sys.stdout.write(card_markdown(run))
-    else:
-        width = min(100, shutil.get_terminal_size((100, 24)).columns)
-        sys.stdout.write("\n".join(card_lines(run, width)) + "\n")
+        sys.stdout.write("\n".join(map(card_markdown, runs)))
+        return 0
+    if not arguments.card:
+        from benchmarks.page import write_page  # here, since the drawing library takes a second to import
+
+        try:
+            made = write_page(runs, arguments.page)
+        except OSError as error:
+            raise ReportError(f"{arguments.page} can't be written: {error.strerror or error}") from None
+        print(f"page: {plain(made, 400)}", file=sys.stderr)
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    sys.stdout.write("\n\n".join("\n".join(card_lines(run, width)) for run in runs) + "\n")
     return 0
 
 
 COMMANDS = {
+    "accept": Command("make a run its machine's baseline, and say what that changes", accept.add_arguments, accept.run),
     "calibrate": Command("measure this machine's noise floors", calibration.add_arguments, calibration.run),
-    "report": Command("print the card of a run", _report_arguments, _report),
+    "compare": Command("put runs or cards side by side", compare.add_arguments, compare.run),
+    "diagnose": Command("what to try for a run before new hardware", diagnose.add_arguments, diagnose.run),
+    "report": Command("the page of one or several runs, and their cards", _report_arguments, _report),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 from benchmarks import SUITE_VERSION
 from benchmarks.claims import Verdict, Word
@@ -50,9 +51,9 @@ class Cell:
     @property
     def host_bound(self) -> float | None:
         """Share of the wait during which the card was idle: 1 - device_s / wall_s, over the medians."""
-        if not self.wall_s or not self.device_s or _median(self.wall_s) <= 0:
+        if not self.wall_s or not self.device_s or median(self.wall_s) <= 0:
             return None
-        return max(0.0, 1 - _median(self.device_s) / _median(self.wall_s))
+        return max(0.0, 1 - median(self.device_s) / median(self.wall_s))
 
     @property
     def _reasons(self) -> dict[str, str]:
@@ -82,11 +83,6 @@ class Cell:
             "unavailable": self._reasons,
             "note": self.note,
         }
-
-
-def _median(values: tuple[float, ...]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def verdict_record(verdict: Verdict, engine: str) -> dict[str, object]:
@@ -177,7 +173,7 @@ class Ledger:
         own = [c for c in steps if c["station"] == record["station"]] or steps
         if not own:
             return "the engines disagree, and no trace says how long the card was idle"
-        idle = _median(tuple(c["host_bound"] for c in own))
+        idle = median(tuple(c["host_bound"] for c in own))
         if idle < HOST_BOUND:
             return f"in an eager step the card is idle {idle:.0%} of the time: what differs is the kernels"
         return f"in an eager step the card waits for the host {idle:.0%} of the time, which hides what a replay shows"

@@ -291,6 +291,7 @@ class Session:
         sides: Mapping[str, Callable[[], T]],
         observe: Callable[[Rounds[T]], Mapping[str, Observed]],
         engine: str = "eager",
+        min_rounds: int = 1,
     ) -> Compared[T]:
         """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends.
 
@@ -305,7 +306,7 @@ class Session:
                 for i, seen in observe(rounds).items()
             )
 
-        rounds = interleave(sides, settled, self.budget_s, disturbance=self.disturbance)
+        rounds = interleave(sides, settled, self.budget_s, disturbance=self.disturbance, min_rounds=min_rounds)
         observed = {i: _noted(seen, rounds.note) for i, seen in observe(rounds).items()}
         return Compared(rounds, observed)
 

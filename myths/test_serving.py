@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from benchmarks import serving, serving_claims
+from benchmarks.estimates import EARLY_LOOK
 from benchmarks.servers import Fleet, ServerError, model_folder
 from benchmarks.serving import Broken, NotServed, observed
 
@@ -72,6 +73,11 @@ def _sibling(names, server_name):
     return names[server_name]
 
 
+def _compared(session, server, sides, observe):
+    """Rounds of loads take long: as many as an interval needs are made whatever the budget."""
+    return session.compare(sides, observe, server.name, min_rounds=EARLY_LOOK).observed
+
+
 # Batching -------------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +93,7 @@ def test_users_row(users, session, server, server_name):
 def one_and_sixteen(session, server):
     claims = ("serving.batching_throughput", "serving.batching_latency")
     sides = serving_claims.batching_sides(server)
-    return observed(claims, lambda: session.compare(sides, serving_claims.batching, server.name).observed)
+    return observed(claims, lambda: _compared(session, server, sides, serving_claims.batching))
 
 
 @pytest.mark.claim("serving.batching_throughput")
@@ -107,7 +113,7 @@ def test_the_same_engine_gives_more_when_it_batches(session, server, alone_serve
         "alone": serving_claims.batching_sides(alone_server)["sixteen"],
     }
     claim = "serving.server_batches"
-    judge(observed([claim], lambda: session.compare(sides, serving_claims.server_batches, server.name).observed)[claim])
+    judge(observed([claim], lambda: _compared(session, server, sides, serving_claims.server_batches))[claim])
 
 
 @pytest.mark.claim("serving.same_tokens")
@@ -123,7 +129,7 @@ def test_a_user_among_sixteen_gets_the_tokens_of_a_user_alone(session, server, s
 def prefixes(session, server):
     claims = ("serving.prefix_ttft", "serving.prefix_decode_unchanged", "serving.prefix_one_word")
     sides = serving_claims.prefix_sides(server)
-    return observed(claims, lambda: session.compare(sides, serving_claims.prefix, server.name).observed)
+    return observed(claims, lambda: _compared(session, server, sides, serving_claims.prefix))
 
 
 @pytest.mark.claim("serving.prefix_ttft")
@@ -164,7 +170,7 @@ def test_a_queue_shows_in_the_first_token_only(session, server, server_name, jud
     def measure():
         cell = serving_claims.queue_cell(server)
         session.ledger.cell(cell)
-        found = session.compare(serving_claims.queue_sides(server), serving_claims.queue, server.name).observed
+        found = _compared(session, server, serving_claims.queue_sides(server), serving_claims.queue)
         return {claim: serving_claims.noted_queue(found[claim], cell)}
 
     judge(observed([claim], measure)[claim])
@@ -177,7 +183,7 @@ def test_seats_that_are_filled_at_once_beat_groups(session, server, server_name,
     def measure():
         server.must_batch()
         sides = serving_claims.static_sides(server, serving_claims.mixed_work(server, session.budget_s))
-        return session.compare(sides, serving_claims.continuous, server.name).observed
+        return _compared(session, server, sides, serving_claims.continuous)
 
     judge(observed([claim], measure)[claim])
 
@@ -191,7 +197,7 @@ def test_a_long_prompt_freezes_running_answers(session, server, server_name, jud
 
     def measure():
         server.must_batch()
-        return session.compare(serving_claims.freeze_sides(server), serving_claims.freezes, server.name).observed
+        return _compared(session, server, serving_claims.freeze_sides(server), serving_claims.freezes)
 
     judge(observed([claim], measure)[claim])
 
@@ -205,7 +211,7 @@ def test_chunks_shorten_that_freeze(session, server, whole_server, server_name, 
             "whole": serving_claims.freeze_sides(whole_server)["long"],
             "chunked": serving_claims.freeze_sides(server)["long"],
         }
-        return session.compare(sides, serving_claims.chunks, server.name).observed
+        return _compared(session, server, sides, serving_claims.chunks)
 
     judge(observed([claim], measure)[claim])
 
@@ -220,7 +226,7 @@ def test_the_mean_is_nobodys_experience(session, server, server_name, judge):
     def measure():
         rate_per_s = serving_claims.NEAR_SATURATION * serving_claims.capacity_per_s(server)
         sides = serving_claims.busy_sides(server, rate_per_s)
-        return session.compare(sides, lambda r: serving_claims.average(r, rate_per_s), server.name).observed
+        return _compared(session, server, sides, lambda r: serving_claims.average(r, rate_per_s))
 
     judge(observed([claim], measure)[claim])
 

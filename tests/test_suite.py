@@ -59,22 +59,25 @@ class Ran:
         return {entry["id"] for entry in self.run[key]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def undrawn() -> Iterator[None]:
-    """Runs within these tests draw no page, which would take them longer than the run; test_page.py draws."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.page.write_page", lambda runs, path: path)
-        yield
+def undrawn(runs: object, path: Path) -> Path:
+    """Stands in for the page, which would take longer than the run within a test; test_page.py draws."""
+    return path
 
 
-def pytest_here(report: Path, *arguments: object, plugins: Sequence[object] = ()) -> Ran:
+def pytest_here(
+    report: Path,
+    *arguments: object,
+    plugins: Sequence[object] = (),
+    write_page: Callable[[object, Path], Path] = undrawn,
+) -> Ran:
     """`pytest ARGUMENTS --report REPORT` in this process, which has paid for its imports already."""
     said = io.StringIO()
     # Left out: what keeps files, and what belongs to the process, which the test run outside looks after.
     names = ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
     without = [f"-pno:{name}" for name in names]
     chosen = ["--rootdir", ROOT, *without, *arguments, "--report", report]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        patch.setattr("benchmarks.page.write_page", write_page)
         code = pytest.main([str(a) for a in chosen], list(plugins))
     return Ran(int(code), said.getvalue(), report)
 
@@ -612,12 +615,11 @@ def test_an_interrupted_run_says_so_and_ends_with_its_card(killed: Ran, interrup
     assert killed.code == -signal.SIGKILL
 
 
-def test_a_page_that_cannot_be_drawn_costs_nothing_else(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_drawn_costs_nothing_else(report: Path) -> None:
     def broken(runs: object, path: Path) -> Path:
         raise ValueError("no \x1b[31mink")
 
-    monkeypatch.setattr("benchmarks.page.write_page", broken)
-    ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word")
+    ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word", write_page=broken)
     assert ran.code == 0
     assert "no page: ValueError: no ?[31mink" in ran.said
     assert ran.ids("claims") == {"prefix.one_word"}
