@@ -1,0 +1,95 @@
+"""What the gate found, in words: for a terminal, as Markdown for a pull request, and as annotations of a CI job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from benchmarks.gate import RED, Finding, Judgement, Outcome
+from benchmarks.report import escaped
+from benchmarks.rules import CLAIMED, COUNTED, RATIO, RULES
+from benchmarks.tables import plain
+
+_TOLD = (*RED, Outcome.INCONCLUSIVE, Outcome.BETTER)
+_COMMAND_START = {"::": ":", "##[": "#["}
+"""What a CI runner would take for a command, and what is written in its place."""
+
+
+def rules() -> list[str]:
+    """What is gated how, a line each."""
+    claimed = "; ".join(f"{id} {what}, {better}" for (id, what), better in CLAIMED.items())
+    return [
+        *(rule.line for rule in RULES),
+        *(rule.claims_line for rule in (RATIO, COUNTED)),
+        f"figures of claims: {claimed}",
+    ]
+
+
+def lines(judgement: Judgement, accept: str) -> list[str]:
+    """For a terminal: the word, then what is red, undecided or better, then the rules. `accept` is the command that makes
+    this run the baseline."""
+    return [
+        _harmless(line)
+        for line in (
+            headline(judgement, accept),
+            *(f"remark: {remark}" for remark in judgement.remarks),
+            *(finding.line for finding in _told(judgement)),
+            *(f"rule: {rule}" for rule in rules()),
+        )
+    ]
+
+
+def headline(judgement: Judgement, accept: str) -> str:
+    if judgement.baseline is None:
+        return f"NO BASELINE for this machine, rig and engine, so nothing was gated; to make one: {accept}"
+    counts = Counter(f.outcome for f in judgement.findings)
+    said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome])
+    mend = f"; if the change is meant: {accept}" if judgement.reds else ""
+    return f"{judgement.word} against {judgement.baseline}: {said or 'nothing was compared'}{mend}"
+
+
+def _told(judgement: Judgement) -> Iterable[Finding]:
+    """Reds first."""
+    return sorted(
+        (f for f in judgement.findings if f.outcome in _TOLD), key=lambda f: (not f.red, _TOLD.index(f.outcome))
+    )
+
+
+def _harmless(line: str) -> str:
+    text = plain(line, 600)
+    for command, instead in _COMMAND_START.items():
+        text = text.replace(command, instead)
+    return text
+
+
+def markdown(judgement: Judgement, accept: str) -> str:
+    """For a pull request: the same as GitHub-flavoured Markdown."""
+    out = [f"## Gate: {judgement.word}", "", escaped(plain(headline(judgement, accept), 400)), ""]
+    out += [f"- {escaped(plain(remark))}" for remark in judgement.remarks]
+    told = list(_told(judgement))
+    if told:
+        out += ["", "| outcome | claim or cell | engine | figure | |", "| --- | --- | --- | --- | --- |"]
+        out += [
+            f"| {f.outcome} | {' | '.join(escaped(plain(text, 400)) for text in (f.id, f.engine, f.metric, f.said))} |"
+            for f in told
+        ]
+    out += ["", "<details><summary>What is gated how</summary>", ""]
+    out += [f"- {escaped(rule)}" for rule in rules()]
+    return "\n".join([*out, "", "</details>", ""])
+
+
+def github_errors(judgement: Judgement) -> list[str]:
+    """A GitHub Actions command for each red finding."""
+    return [
+        f"::error title={_property(f'{f.outcome}: {f.id}')}::{_data(f'{f.id} ({f.engine}) {f.metric}: {f.said}')}"
+        for f in judgement.reds
+    ]
+
+
+def _data(text: str) -> str:
+    """Text as a workflow command's message: https://github.com/actions/toolkit, core/src/command.ts."""
+    return plain(text, 600).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
