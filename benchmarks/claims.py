@@ -803,7 +803,7 @@ _TABLE = (
         "serving.queue_is_in_ttft",
         "with more arrivals than seats the first token comes later, and the ones after it as before",
         (
-            Bound("ttft, crowd over as many as seats", "two thirds of a threefold crowd wait a service or two", at_least=2),
+            Bound("ttft, crowd over as many as seats", "half of a twofold crowd waits for a whole answer", at_least=2),
             Bound("tpot, crowd over as many as seats", "a quarter for reading the next ones' prompts", at_most=1.25),
         ),
         _SERVED,

@@ -48,6 +48,10 @@ class Broken(Exception):
     """A load gave no figure; the message is one line that says why."""
 
 
+class ClientBusy(Broken):
+    """A load shows the client and not the server."""
+
+
 # The server under test ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +152,8 @@ class Server:
         stretch = self.any_load(make)
         if stretch.problem is None:
             return stretch
+        if stretch.problem == stretch.client_problem:
+            raise ClientBusy(stretch.problem)
         if not any(a.ok for a in stretch.answers):
             self._broken = stretch.problem
         raise Broken(stretch.problem)

@@ -220,6 +220,26 @@ def test_near_ties_are_excused_by_logprobs_and_other_differences_are_not() -> No
         assert verdict("serving.same_tokens", serving_claims.same_tokens(told)).word is wanted  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_a_client_that_was_late_tries_other_seeds_and_then_says_so(late: int) -> None:
+    class Late:
+        tries = 0
+        prompts = serving.Prompts(4.0)
+
+        def load(self, make: object) -> Stretch:
+            self.tries += 1
+            if self.tries <= late:
+                raise serving.ClientBusy("the client was late")
+            return GOOD
+
+    (side,) = serving_claims.busy_sides(Late(), 5.0).values()  # type: ignore[arg-type]
+    if late < serving_claims.TRIES:
+        assert side() is GOOD
+    else:
+        with pytest.raises(serving.Broken, match="late"):
+            side()
+
+
 def test_every_claim_about_serving_needs_a_server_and_says_so() -> None:
     found = [claim for claim in CLAIMS.values() if claim.station == "serving"]
     assert len(found) == 14
