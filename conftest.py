@@ -16,8 +16,8 @@ import pytest
 from benchmarks import workloads
 from benchmarks.claims import CLAIMS, Claim, Word
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
-from benchmarks.servers import SERVE, Plan, ServerError
 from benchmarks.serving import NotServed
+from benchmarks.serving.servers import SERVE, Plan, ServerError
 from benchmarks.session import ENGINES, NotCaptured
 from benchmarks.tables import plain
 from benchmarks.timing import quiet

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from benchmarks import baseline, gate, summary
+from benchmarks import gate
 from benchmarks.claims import Word
+from benchmarks.gate import baseline, summary
 from benchmarks.report import ReportError
 from benchmarks.tables import plain
 
@@ -171,7 +172,7 @@ class _Case(pytest.Item):
 
 def measure_yardstick(session, target, tokenizer):  # fixtures of conftest.py
     """Times of a CPU that can be compared between runs; on a card the device's own can."""
-    from benchmarks import yardstick
+    from benchmarks.gate import yardstick
 
     for cell in yardstick.measure(target, tokenizer, session.rig.reference):
         session.ledger.cell(cell)

@@ -11,7 +11,7 @@
     report       the card made of it, with tables
 
 One subject each: batching, prefix, quantization, attention, speculation, bigger_gpu, parallel (with team, workers,
-ranks, tensor_parallel and pipeline under it), serving (with servers, client, answers, loads, metrics and serving_claims
+ranks, tensor_parallel and pipeline under it), serving (with servers, client, answers, loads, metrics and measures
 under it); rows and curves, which they share.
 Instruments: memory, traces, machine, tokens, calibration, roofline.
 """

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import accept, calibration, compare, diagnose
+from benchmarks import calibration, compare, diagnose
 from benchmarks.cells_csv import cells_csv
+from benchmarks.gate import accept
 from benchmarks.report import ReportError, card_lines, card_markdown, plain, read_run
 
 

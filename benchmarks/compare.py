@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.claims import Word, format_figure
 from benchmarks.gate import Key
+from benchmarks.gate.rules import figures
 from benchmarks.report import STATIONS, escaped, markdown_table, read_run, table_lines
-from benchmarks.rules import figures
 from benchmarks.tables import MISSING, Table, finite, plain
 
 Run = Mapping[str, Any]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.memory import Device
     from benchmarks.phases import EagerEngine, Engine, Request
     from benchmarks.runs import Run
-    from benchmarks.servers import Plan
+    from benchmarks.serving.servers import Plan
 
 T = TypeVar("T")
 Observed = Estimate | Mapping[str, Estimate]
@@ -146,7 +146,7 @@ class Session:
         self.loader.check_len(quant_len, "shorten --quant-prompt")
         self.loader.check_len(shared_prefix_len, "lower --prefix-len or --new-tokens, or shorten --suffix")
         if self.device == "cuda" or self.options.world_size is not None:
-            from benchmarks.team import gpu_names, lacking
+            from benchmarks.parallel.team import gpu_names, lacking
 
             self._lacks |= lacking(self.loader.config(self.rig.target), self.options.world_size, gpu_names())
         if self._sensors is not None:

@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import parallel, prefix, workloads
 from benchmarks.parallel import failed
-from benchmarks.ranks import PIPELINE, TENSOR_PARALLEL, WHOLE, WIDE, WIDE_TENSOR_PARALLEL
+from benchmarks.parallel.ranks import PIPELINE, TENSOR_PARALLEL, WHOLE, WIDE, WIDE_TENSOR_PARALLEL
+from benchmarks.parallel.team import Team, gpu_names, group_size
+from benchmarks.parallel.workers import WorkersFailed
 from benchmarks.rigs import RigError
-from benchmarks.team import Team, gpu_names, group_size
-from benchmarks.workers import WorkersFailed
 
 
 @pytest.fixture(scope="module")

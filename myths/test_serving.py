@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from benchmarks import serving, serving_claims
+from benchmarks import serving
 from benchmarks.estimates import EARLY_LOOK
-from benchmarks.servers import Fleet, ServerError, model_folder
-from benchmarks.serving import Broken, NotServed, observed
+from benchmarks.serving import Broken, NotServed, measures, observed
+from benchmarks.serving.servers import Fleet, ServerError, model_folder
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def _compared(session, server, sides, observe):
 @pytest.mark.parametrize("users", [1, 4, 16])
 def test_users_row(users, session, server, server_name):
     try:
-        session.ledger.cell(serving_claims.row(server, users))
+        session.ledger.cell(measures.row(server, users))
     except Broken as error:
         pytest.fail(f"{users} users: {error}", pytrace=False)
 
@@ -92,8 +92,8 @@ def test_users_row(users, session, server, server_name):
 @pytest.fixture(scope="module")
 def one_and_sixteen(session, server):
     claims = ("serving.batching_throughput", "serving.batching_latency")
-    sides = serving_claims.batching_sides(server)
-    return observed(claims, lambda: _compared(session, server, sides, serving_claims.batching))
+    sides = measures.batching_sides(server)
+    return observed(claims, lambda: _compared(session, server, sides, measures.batching))
 
 
 @pytest.mark.claim("serving.batching_throughput")
@@ -109,17 +109,17 @@ def test_each_of_sixteen_users_waits_hardly_longer(one_and_sixteen, server_name,
 @pytest.mark.claim("serving.server_batches")
 def test_the_same_engine_gives_more_when_it_batches(session, server, alone_server, server_name, judge):
     sides = {
-        "together": serving_claims.batching_sides(server)["sixteen"],
-        "alone": serving_claims.batching_sides(alone_server)["sixteen"],
+        "together": measures.batching_sides(server)["sixteen"],
+        "alone": measures.batching_sides(alone_server)["sixteen"],
     }
     claim = "serving.server_batches"
-    judge(observed([claim], lambda: _compared(session, server, sides, serving_claims.server_batches))[claim])
+    judge(observed([claim], lambda: _compared(session, server, sides, measures.server_batches))[claim])
 
 
 @pytest.mark.claim("serving.same_tokens")
 def test_a_user_among_sixteen_gets_the_tokens_of_a_user_alone(session, server, server_name, judge):
     claim = "serving.same_tokens"
-    judge(observed([claim], lambda: {claim: serving_claims.same_tokens(server)})[claim])
+    judge(observed([claim], lambda: {claim: measures.same_tokens(server)})[claim])
 
 
 # Prefixes -------------------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def test_a_user_among_sixteen_gets_the_tokens_of_a_user_alone(session, server, s
 @pytest.fixture(scope="module")
 def prefixes(session, server):
     claims = ("serving.prefix_ttft", "serving.prefix_decode_unchanged", "serving.prefix_one_word")
-    sides = serving_claims.prefix_sides(server)
-    return observed(claims, lambda: _compared(session, server, sides, serving_claims.prefix))
+    sides = measures.prefix_sides(server)
+    return observed(claims, lambda: _compared(session, server, sides, measures.prefix))
 
 
 @pytest.mark.claim("serving.prefix_ttft")
@@ -144,14 +144,14 @@ def test_the_tokens_after_the_first_take_as_long(prefixes, server_name, judge):
 
 @pytest.mark.claim("serving.prefix_one_word")
 def test_one_changed_word_loses_the_hit(prefixes, server_name, judge):
-    serving_claims.needs_reuse(prefixes)
+    measures.needs_reuse(prefixes)
     judge(prefixes["serving.prefix_one_word"])
 
 
 @pytest.mark.claim("serving.prefix_hits_counted")
 def test_the_servers_counters_show_the_hits(server, server_name, judge):
     claim = "serving.prefix_hits_counted"
-    judge(observed([claim], lambda: {claim: serving_claims.prefix_hits(server)})[claim])
+    judge(observed([claim], lambda: {claim: measures.prefix_hits(server)})[claim])
 
 
 # Seats, queues and pages ----------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_the_servers_counters_show_the_hits(server, server_name, judge):
 @pytest.mark.claim("serving.pages_fit_more")
 def test_pages_let_more_short_chats_run_at_once(server, server_name, judge):
     claim = "serving.pages_fit_more"
-    judge(observed([claim], lambda: {claim: serving_claims.pages(server)})[claim])
+    judge(observed([claim], lambda: {claim: measures.pages(server)})[claim])
 
 
 @pytest.mark.claim("serving.queue_is_in_ttft")
@@ -168,10 +168,10 @@ def test_a_queue_shows_in_the_first_token_only(session, server, server_name, jud
     claim = "serving.queue_is_in_ttft"
 
     def measure():
-        cell = serving_claims.queue_cell(server)
+        cell = measures.queue_cell(server)
         session.ledger.cell(cell)
-        found = _compared(session, server, serving_claims.queue_sides(server), serving_claims.queue)
-        return {claim: serving_claims.noted_queue(found[claim], cell)}
+        found = _compared(session, server, measures.queue_sides(server), measures.queue)
+        return {claim: measures.noted_queue(found[claim], cell)}
 
     judge(observed([claim], measure)[claim])
 
@@ -182,8 +182,8 @@ def test_seats_that_are_filled_at_once_beat_groups(session, server, server_name,
 
     def measure():
         server.must_batch()
-        sides = serving_claims.static_sides(server, serving_claims.mixed_work(server, session.budget_s))
-        return _compared(session, server, sides, serving_claims.continuous)
+        sides = measures.static_sides(server, measures.mixed_work(server, session.budget_s))
+        return _compared(session, server, sides, measures.continuous)
 
     judge(observed([claim], measure)[claim])
 
@@ -197,7 +197,7 @@ def test_a_long_prompt_freezes_running_answers(session, server, server_name, jud
 
     def measure():
         server.must_batch()
-        return _compared(session, server, serving_claims.freeze_sides(server), serving_claims.freezes)
+        return _compared(session, server, measures.freeze_sides(server), measures.freezes)
 
     judge(observed([claim], measure)[claim])
 
@@ -208,10 +208,10 @@ def test_chunks_shorten_that_freeze(session, server, whole_server, server_name, 
 
     def measure():
         sides = {
-            "whole": serving_claims.freeze_sides(whole_server)["long"],
-            "chunked": serving_claims.freeze_sides(server)["long"],
+            "whole": measures.freeze_sides(whole_server)["long"],
+            "chunked": measures.freeze_sides(server)["long"],
         }
-        return _compared(session, server, sides, serving_claims.chunks)
+        return _compared(session, server, sides, measures.chunks)
 
     judge(observed([claim], measure)[claim])
 
@@ -224,16 +224,16 @@ def test_the_mean_is_nobodys_experience(session, server, server_name, judge):
     claim = "serving.average_hides"
 
     def measure():
-        rate_per_s = serving_claims.NEAR_SATURATION * serving_claims.capacity_per_s(server)
-        sides = serving_claims.busy_sides(server, rate_per_s)
-        return _compared(session, server, sides, lambda r: serving_claims.average(r, rate_per_s))
+        rate_per_s = measures.NEAR_SATURATION * measures.capacity_per_s(server)
+        sides = measures.busy_sides(server, rate_per_s)
+        return _compared(session, server, sides, lambda r: measures.average(r, rate_per_s))
 
     judge(observed([claim], measure)[claim])
 
 
 def test_rate_sweep(session, server, server_name):
     try:
-        for cell in serving_claims.rate_cells(server, session.budget_s):
+        for cell in measures.rate_cells(server, session.budget_s):
             session.ledger.cell(cell)
     except Broken as error:
         pytest.fail(f"no capacity to begin with: {error}", pytrace=False)

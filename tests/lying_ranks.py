@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.parallel.ranks import PIPELINE, TENSOR_PARALLEL, Group, Rank, TensorParallelEngine
 from benchmarks.phases import EagerEngine, State
-from benchmarks.ranks import PIPELINE, TENSOR_PARALLEL, Group, Rank, TensorParallelEngine
 
 
 class Deaf(TensorParallelEngine):

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import benchmarks.report
-from benchmarks import accept
 from benchmarks.__main__ import main
-from benchmarks.baseline import NOISIEST, card_path, find, kept, other_software, read_baseline, unlike
-from benchmarks.gate import compare
+from benchmarks.gate import accept, compare
+from benchmarks.gate.baseline import NOISIEST, card_path, find, kept, other_software, read_baseline, unlike
 from benchmarks.report import ReportError, read_run
 from tests.gated import changed, entry, some_run, written
 

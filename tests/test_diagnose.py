@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
 from benchmarks.diagnose import Targets, amdahl, diagnose, diagnosis_lines
-from benchmarks.evidence import Kind
-from benchmarks.fixes import Metric, Reach, Stage
-from benchmarks.smaller_models import drafted_speed
+from benchmarks.diagnose.evidence import Kind
+from benchmarks.diagnose.fixes import Metric, Reach, Stage
+from benchmarks.diagnose.smaller_models import drafted_speed
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "benchmarks" / "cards"

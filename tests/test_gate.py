@@ -18,16 +18,27 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 import benchmarks.gate
+import benchmarks.gate.yardstick
 import benchmarks.prefix
 import benchmarks.session
-import benchmarks.yardstick
-from benchmarks import accept, baseline, summary
 from benchmarks.claims import CLAIMS, Word
 from benchmarks.estimates import counted
-from benchmarks.gate import LOOKS, RED, Finding, Judgement, Outcome, compare, confirmed, doubtful
+from benchmarks.gate import (
+    LOOKS,
+    RED,
+    Finding,
+    Judgement,
+    Outcome,
+    accept,
+    baseline,
+    compare,
+    confirmed,
+    doubtful,
+    summary,
+)
+from benchmarks.gate.rules import CLAIMED, RULES, figures, rule_of
 from benchmarks.ledger import Cell
 from benchmarks.report import read_run
-from benchmarks.rules import CLAIMED, RULES, figures, rule_of
 from tests.gated import Run, changed, entry, some_run, written
 
 ROOT = Path(__file__).parents[1]
@@ -327,7 +338,7 @@ class Pace:
 
     def replaces(self, patch: pytest.MonkeyPatch) -> None:
         """The yardstick from now on; no model is loaded for it."""
-        patch.setattr(benchmarks.yardstick, "measure", self.measure)
+        patch.setattr(benchmarks.gate.yardstick, "measure", self.measure)
         patch.setattr(benchmarks.session.Session, "load", lambda *_: None)
 
     def measure(self, *_: object) -> list[Cell]:

@@ -18,18 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from benchmarks import parallel, pipeline, team, workloads
+from benchmarks import parallel, workloads
 from benchmarks.claims import CLAIMS, Word
 from benchmarks.estimates import Estimate
-from benchmarks.pipeline import Flight, idle_share
-from benchmarks.ranks import PIPELINE, TENSOR_PARALLEL, WHOLE, WIDE, WIDE_TENSOR_PARALLEL
+from benchmarks.parallel import pipeline, team
+from benchmarks.parallel.pipeline import Flight, idle_share
+from benchmarks.parallel.ranks import PIPELINE, TENSOR_PARALLEL, WHOLE, WIDE, WIDE_TENSOR_PARALLEL
+from benchmarks.parallel.team import WIDE_SHAPES, Team, group_size, lacking, shape_bytes, widest
+from benchmarks.parallel.tensor_parallel import Shares, StepCost, StepTrace, refusal
+from benchmarks.parallel.workers import Workers, WorkersFailed
 from benchmarks.rigs import Loader, RigError, choose
 from benchmarks.runs import Run
-from benchmarks.team import WIDE_SHAPES, Team, group_size, lacking, shape_bytes, widest
-from benchmarks.tensor_parallel import Shares, StepCost, StepTrace, refusal
 from benchmarks.timing import Rounds
 from benchmarks.traces import Event
-from benchmarks.workers import Workers, WorkersFailed
 from tests import lying_ranks
 from tests.pretend import verdict
 from tests.unruly import Unruly, stillborn
@@ -181,7 +182,7 @@ def test_ctrl_c_ends_them_all() -> None:
 
 KILLED = """
 import time
-from benchmarks.workers import Workers
+from benchmarks.parallel.workers import Workers
 from tests.unruly import Unruly
 if __name__ == "__main__":
     print(*Workers(2, Unruly, 60).pids, flush=True)

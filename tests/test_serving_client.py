@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.answers import (
+from benchmarks.serving.answers import (
     Answer,
     Ask,
     Frames,
@@ -23,8 +23,8 @@ from benchmarks.answers import (
     percentile,
     read_piece,
 )
-from benchmarks.client import HIDDEN, Client, Endpoint
-from benchmarks.servers import ServerError
+from benchmarks.serving.client import HIDDEN, Client, Endpoint
+from benchmarks.serving.servers import ServerError
 from tests.fakeserver import fake
 
 KEY = "sk-secret-7f3a"

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import serving, serving_claims
-from benchmarks.answers import Answer, Ask, Outcome
+from benchmarks import serving
 from benchmarks.claims import CLAIMS, Word
-from benchmarks.loads import (
+from benchmarks.serving import measures
+from benchmarks.serving.answers import Answer, Ask, Outcome
+from benchmarks.serving.loads import (
     MOST_RATES,
     Rate,
     Stretch,
@@ -32,7 +33,7 @@ from benchmarks.loads import (
     repeated,
     sweep,
 )
-from benchmarks.metrics import Change, Snapshot
+from benchmarks.serving.metrics import Change, Snapshot
 from benchmarks.timing import Rounds
 from tests.pretend import verdict
 
@@ -95,13 +96,13 @@ BATCHING, IN_LINE = Paper(), Paper(seats=1)
 @pytest.mark.parametrize(("server", "wanted"), [(BATCHING, Word.HOLDS), (IN_LINE, Word.REFUTED)])
 @pytest.mark.parametrize("claim_id", ["serving.batching_throughput", "serving.batching_latency"])
 def test_batching_is_told_from_a_line(server: Paper, wanted: Word, claim_id: str) -> None:
-    seen = serving_claims.batching(rounds(one=server.serve([24]), sixteen=server.serve([24] * 16)))
+    seen = measures.batching(rounds(one=server.serve([24]), sixteen=server.serve([24] * 16)))
     assert word(claim_id, seen) is wanted
 
 
 @pytest.mark.parametrize(("alone", "wanted"), [(IN_LINE, Word.HOLDS), (BATCHING, Word.REFUTED)])
 def test_a_server_that_batches_is_told_from_one_that_only_says_so(alone: Paper, wanted: Word) -> None:
-    seen = serving_claims.server_batches(rounds(together=BATCHING.serve([24] * 16), alone=alone.serve([24] * 16)))
+    seen = measures.server_batches(rounds(together=BATCHING.serve([24] * 16), alone=alone.serve([24] * 16)))
     assert word("serving.server_batches", seen) is wanted
 
 
@@ -118,54 +119,54 @@ PREFIX = {"cold": one_user(0.5, 0.01), "warm": one_user(0.1, 0.01), "changed": o
     ],
 )
 def test_prefix_claims_refute_a_server_without_the_effect(claim_id: str, lie: dict[str, Stretch]) -> None:
-    assert word(claim_id, serving_claims.prefix(rounds(**PREFIX))) is Word.HOLDS
-    assert word(claim_id, serving_claims.prefix(rounds(**{**PREFIX, **lie}))) is Word.REFUTED
+    assert word(claim_id, measures.prefix(rounds(**PREFIX))) is Word.HOLDS
+    assert word(claim_id, measures.prefix(rounds(**{**PREFIX, **lie}))) is Word.REFUTED
 
 
 def test_a_server_that_reuses_nothing_has_no_hit_to_lose() -> None:
-    serving_claims.needs_reuse(serving_claims.prefix(rounds(**PREFIX)))
+    measures.needs_reuse(measures.prefix(rounds(**PREFIX)))
     with pytest.raises(serving.NotServed, match="reuses no prefix"):
-        serving_claims.needs_reuse(serving_claims.prefix(rounds(**{**PREFIX, "warm": PREFIX["cold"]})))
+        measures.needs_reuse(measures.prefix(rounds(**{**PREFIX, "warm": PREFIX["cold"]})))
 
 
-LENS = mixed_lens(serving_claims.MIXED, serving_claims.SEED)
+LENS = mixed_lens(measures.MIXED, measures.SEED)
 
 
 def test_filled_seats_are_told_from_groups() -> None:
     claim = "serving.continuous_beats_static"
-    static = BATCHING.serve(LENS, group=serving_claims.BATCH)
-    seen = serving_claims.continuous(rounds(static=static, continuous=BATCHING.serve(LENS, users=serving_claims.BATCH)))
+    static = BATCHING.serve(LENS, group=measures.BATCH)
+    seen = measures.continuous(rounds(static=static, continuous=BATCHING.serve(LENS, users=measures.BATCH)))
     assert word(claim, seen) is Word.HOLDS
-    assert static.empty_seats(serving_claims.BATCH) > 0.4
+    assert static.empty_seats(measures.BATCH) > 0.4
     assert "seats, empty" in str(verdict(claim, seen[claim]).reason)  # type: ignore[arg-type]
     # A server that batches statically itself: whoever comes early waits for the group's end all the same.
-    lying = serving_claims.continuous(rounds(static=static, continuous=static))
+    lying = measures.continuous(rounds(static=static, continuous=static))
     assert word(claim, lying) is Word.REFUTED
 
 
 def test_a_queue_in_the_first_token_is_told_from_one_everywhere() -> None:
     claim = "serving.queue_is_in_ttft"
     fits, crowd = BATCHING.serve([24] * 16), BATCHING.serve([24] * 48)
-    assert word(claim, serving_claims.queue(rounds(fits=fits, crowd=crowd))) is Word.HOLDS
+    assert word(claim, measures.queue(rounds(fits=fits, crowd=crowd))) is Word.HOLDS
     roomy = replace(BATCHING, seats=48).serve([24] * 48)
-    assert word(claim, serving_claims.queue(rounds(fits=fits, crowd=roomy))) is Word.REFUTED
+    assert word(claim, measures.queue(rounds(fits=fits, crowd=roomy))) is Word.REFUTED
     # Everybody is let in at once and slowed down: the wait is in the tokens after the first.
     shared = replace(BATCHING, seats=48, step_s=0.03).serve([24] * 48)
-    assert word(claim, serving_claims.queue(rounds(fits=fits, crowd=shared))) is Word.REFUTED
+    assert word(claim, measures.queue(rounds(fits=fits, crowd=shared))) is Word.REFUTED
 
 
 def test_freezes_and_chunks_are_told_from_none() -> None:
-    assert word("serving.long_prompt_freezes", serving_claims.freezes(rounds(long=1.0, none=0.05))) is Word.HOLDS  # type: ignore[arg-type]
-    assert word("serving.long_prompt_freezes", serving_claims.freezes(rounds(long=0.06, none=0.05))) is Word.REFUTED  # type: ignore[arg-type]
-    assert word("serving.chunks_shorten_freeze", serving_claims.chunks(rounds(whole=1.0, chunked=0.1))) is Word.HOLDS  # type: ignore[arg-type]
-    assert word("serving.chunks_shorten_freeze", serving_claims.chunks(rounds(whole=1.0, chunked=0.9))) is Word.REFUTED  # type: ignore[arg-type]
+    assert word("serving.long_prompt_freezes", measures.freezes(rounds(long=1.0, none=0.05))) is Word.HOLDS  # type: ignore[arg-type]
+    assert word("serving.long_prompt_freezes", measures.freezes(rounds(long=0.06, none=0.05))) is Word.REFUTED  # type: ignore[arg-type]
+    assert word("serving.chunks_shorten_freeze", measures.chunks(rounds(whole=1.0, chunked=0.1))) is Word.HOLDS  # type: ignore[arg-type]
+    assert word("serving.chunks_shorten_freeze", measures.chunks(rounds(whole=1.0, chunked=0.9))) is Word.REFUTED  # type: ignore[arg-type]
 
 
 def test_the_worst_gap_is_of_the_time_in_which_the_long_prompt_was_read() -> None:
     stream = answered("p", 4, 0.0, (1.0, 1.1, 3.1, 3.2))
-    assert serving_claims.worst_gap_s([stream], 1.05, 1.2) == pytest.approx(2.0)
-    assert serving_claims.worst_gap_s([stream], 0.5, 1.05) == pytest.approx(0.1)
-    assert serving_claims.worst_gap_s([stream], 4.0, 5.0) is None
+    assert measures.worst_gap_s([stream], 1.05, 1.2) == pytest.approx(2.0)
+    assert measures.worst_gap_s([stream], 0.5, 1.05) == pytest.approx(0.1)
+    assert measures.worst_gap_s([stream], 4.0, 5.0) is None
 
 
 def test_a_tail_is_told_from_an_even_server() -> None:
@@ -175,11 +176,10 @@ def test_a_tail_is_told_from_an_even_server() -> None:
 
     claim = "serving.average_hides"
     tailed, even = load(lambda i: 2.0 if i > 90 else 0.1), load(lambda i: 0.1 + i / 1e4)
-    assert word(claim, serving_claims.average(rounds(load=tailed), 9.0)) is Word.HOLDS
-    assert word(claim, serving_claims.average(rounds(load=even), 9.0)) is Word.REFUTED
+    assert word(claim, measures.average(rounds(load=tailed), 9.0)) is Word.HOLDS
+    assert word(claim, measures.average(rounds(load=even), 9.0)) is Word.REFUTED
     assert (
-        "mean 0.271 s, p50 0.1 s, p99 2 s"
-        in verdict(claim, serving_claims.average(rounds(load=tailed), 9.0)[claim]).reason
+        "mean 0.271 s, p50 0.1 s, p99 2 s" in verdict(claim, measures.average(rounds(load=tailed), 9.0)[claim]).reason
     )
 
 
@@ -200,7 +200,7 @@ class Told:
 )
 def test_answers_out_of_a_store_prove_nothing(again_s: float, wanted: Word, said: str) -> None:
     pair = [Paper(prefill_s=0.0, step_s=step_s).serve([16] * 16) for step_s in (0.02, again_s / 15)]
-    seen = verdict("serving.same_tokens", serving_claims.same_tokens(Told(pair, serving.Prompts(4.0))))  # type: ignore[arg-type]
+    seen = verdict("serving.same_tokens", measures.same_tokens(Told(pair, serving.Prompts(4.0))))  # type: ignore[arg-type]
     assert seen.word is wanted
     assert said in seen.line
 
@@ -217,7 +217,7 @@ def test_near_ties_are_excused_by_logprobs_and_other_differences_are_not() -> No
         (0.01, "float32", Word.REFUTED),
     ):
         told = Told([answers("x", gap), answers("y", gap)], serving.Prompts(4.0), dtype)
-        assert verdict("serving.same_tokens", serving_claims.same_tokens(told)).word is wanted  # type: ignore[arg-type]
+        assert verdict("serving.same_tokens", measures.same_tokens(told)).word is wanted  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("late", [0, 2, 3])
@@ -232,8 +232,8 @@ def test_a_client_that_was_late_tries_other_seeds_and_then_says_so(late: int) ->
                 raise serving.ClientBusy("the client was late")
             return GOOD
 
-    (side,) = serving_claims.busy_sides(Late(), 5.0).values()  # type: ignore[arg-type]
-    if late < serving_claims.TRIES:
+    (side,) = measures.busy_sides(Late(), 5.0).values()  # type: ignore[arg-type]
+    if late < measures.TRIES:
         assert side() is GOOD
     else:
         with pytest.raises(serving.Broken, match="late"):

@@ -15,15 +15,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-import benchmarks.client
-import benchmarks.loads
 import benchmarks.serving
-from benchmarks import serving_claims
+import benchmarks.serving.client
+import benchmarks.serving.loads
 from benchmarks.claims import Word
-from benchmarks.client import Client, Endpoint
 from benchmarks.rigs import NIMBUS, Loader, Rig, Source, choose
-from benchmarks.servers import Fleet, Launch, Plan, Process, ServerError, model_folder
-from benchmarks.serving import Broken, NotServed, Server
+from benchmarks.serving import Broken, NotServed, Server, measures
+from benchmarks.serving.client import Client, Endpoint
+from benchmarks.serving.servers import Fleet, Launch, Plan, Process, ServerError, model_folder
 from tests.fakeserver import Fake, fake
 from tests.pretend import verdict
 from tests.test_suite import MYTHS, ROOT, Ran, pytest_here
@@ -35,10 +34,12 @@ SERVING = MYTHS / "test_serving.py"
 def no_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(benchmarks.client, "FIRST_ANSWER_S", 0.5)
-        patch.setattr(benchmarks.client, "ANSWER_S", 1.0)
+        patch.setattr(benchmarks.serving.client, "FIRST_ANSWER_S", 0.5)
+        patch.setattr(benchmarks.serving.client, "ANSWER_S", 1.0)
         patch.setattr(benchmarks.serving, "FLOOR_S", 0.1)
-        patch.setattr(benchmarks.loads, "CLIENT_BUSY", 9.0)  # the server that pretends computes in this process too
+        patch.setattr(
+            benchmarks.serving.loads, "CLIENT_BUSY", 9.0
+        )  # the server that pretends computes in this process too
         patch.setenv("COLUMNS", "200")
         patch.delenv("PYTEST_XDIST_WORKER", raising=False)
         yield
@@ -189,16 +190,16 @@ def metrics(server: Fake) -> str:
 def test_pages_are_told_from_reservation(seats: int, word: Word) -> None:
     with fake(seats=seats, step_s=0.0005) as server, opened(server, kv_tokens=1024) as one:
         assert one.max_len == 512
-        seen = serving_claims.pages(one)
+        seen = measures.pages(one)
         one.kv_tokens = 100
         with pytest.raises(NotServed, match="holds no conversation"):
-            serving_claims.pages(one)
+            measures.pages(one)
     assert verdict("serving.pages_fit_more", seen).word is word
 
 
 def test_counters_that_count_every_prompt_as_a_hit_are_refuted() -> None:
     with fake(step_s=0.0, metrics=metrics) as server, opened(server) as one:
-        lying = serving_claims.prefix_hits(one)
+        lying = measures.prefix_hits(one)
     assert verdict("serving.prefix_hits_counted", lying).word is Word.REFUTED  # type: ignore[arg-type]
 
 
@@ -225,7 +226,7 @@ class Store:
 def test_honest_counters_hold() -> None:
     store = Store()
     with fake(step_s=0.0, metrics=store.metrics) as server, opened(server) as one:
-        seen = serving_claims.prefix_hits(one)
+        seen = measures.prefix_hits(one)
     assert verdict("serving.prefix_hits_counted", seen).word is Word.HOLDS  # type: ignore[arg-type]
 
 
@@ -243,7 +244,7 @@ def word_of(prompt: str, i: int, running: int) -> str:
 )
 def test_the_same_tokens_are_told_from_a_crowds_own(text: Any, word: Word, said: str) -> None:
     with fake(step_s=0.002, text=text) as server, opened(server) as one:
-        seen = verdict("serving.same_tokens", serving_claims.same_tokens(one))
+        seen = verdict("serving.same_tokens", measures.same_tokens(one))
     assert seen.word is word
     assert said in seen.line
 
@@ -254,7 +255,7 @@ def test_the_queue_that_a_server_reports_stands_beside_the_ttft() -> None:
         fake(seats=2, step_s=0.001, metrics=lambda f: counters.format(len(f.asked) / 100)) as server,
         opened(server, seats=2) as one,
     ):
-        cell = serving_claims.queue_cell(one)
+        cell = measures.queue_cell(one)
     assert cell.figures["queue_s"] == pytest.approx(1.0)
     assert cell.figures["mean_ttft_s"] == pytest.approx(cell.figures["ttft_less_queue_s"] + 1.0)
 
@@ -263,8 +264,8 @@ def test_the_sweep_goes_into_cells() -> None:
     with fake(seats=4, step_s=0.0005) as server, opened(server, seats=4) as one:
         one.prompts.chars_per_token = 4
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serving_claims, "SECONDS_A_STRETCH", 0.05)
-            cells = serving_claims.rate_cells(one, 0.0)
+            patch.setattr(measures, "SECONDS_A_STRETCH", 0.05)
+            cells = measures.rate_cells(one, 0.0)
     assert [cell.id for cell in cells] == ["serving.rate_0"]
     assert cells[0].figures["good_share"] == 1
     assert cells[0].figures["failed"] == 0

@@ -20,13 +20,13 @@ from markupsafe import Markup
 from benchmarks.cells_csv import cells_csv
 from benchmarks.claims import CLAIMS, Word, format_figure
 from benchmarks.diagnose import Diagnosis, diagnose
-from benchmarks.drawing import Plot
 from benchmarks.finding import badge, counts, finding
-from benchmarks.plots import plots_of
+from benchmarks.page.drawing import Plot
+from benchmarks.page.plots import plots_of
+from benchmarks.page.stations import STATIONS, Station, answer
+from benchmarks.page.strips import strips_of
 from benchmarks.report import head
 from benchmarks.series import Series, article, series_of
-from benchmarks.stations import STATIONS, Station, answer
-from benchmarks.strips import strips_of
 from benchmarks.tables import LABELS, Table, finite, plain, tables_of
 
 TEMPLATES = Path(__file__).parent / "templates"

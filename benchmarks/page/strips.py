@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from benchmarks.claims import format_figure
-from benchmarks.drawing import (
+from benchmarks.page.drawing import (
     CHARACTER_IN,
     FAINT,
     INK,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from benchmarks import series as read
 from benchmarks.claims import format_figure
-from benchmarks.drawing import (
+from benchmarks import series as read
+from benchmarks.page.drawing import (
     COLOURS,
     HATCHES,
     INK,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.answers import Answer, Ask, failures, percentile
+from benchmarks.serving.answers import Answer, Ask, failures, percentile
 
 Send = Callable[[Ask, float], Awaitable[Answer]]
 """Sends one request that was wanted at an instant (of time.perf_counter) and gives back what became of it; never raises."""

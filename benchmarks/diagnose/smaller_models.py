@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.evidence import QUANTIZED, Evidence, Gain, Kind, times
-from benchmarks.fixes import SMALLEST, Fix, Metric, Untold, gib, ms, number, percent, suite, worth
+from benchmarks.diagnose.evidence import QUANTIZED, Evidence, Gain, Kind, times
+from benchmarks.diagnose.fixes import SMALLEST, Fix, Metric, Untold, gib, ms, number, percent, suite, worth
 from benchmarks.tables import plain
 
 SPECULATION_ENGINES = ("transformers generate", "eager")

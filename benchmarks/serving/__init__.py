@@ -1,6 +1,6 @@
 """Serving: what only a server shows, measured over HTTP. Batching, prefixes, queues, pages, chunks, and what an average hides.
 
-A claim rests on stretches of load (benchmarks.loads) that are served in turn. A stretch with a failed request, an answer of
+A claim rests on stretches of load (`loads`) that are served in turn. A stretch with a failed request, an answer of
 another length, or a client that couldn't keep up gives no figure: `Broken`, and the claim is INCONCLUSIVE with that reason.
 What a server has no means to show raises `NotServed`, and the claim is NOT JUDGED.
 """
@@ -15,19 +15,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks.answers import Ask, most_at_once
 from benchmarks.calibration import Floor, a_a
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import unusable
 from benchmarks.ledger import Cell
-from benchmarks.loads import Stretch, closed
-from benchmarks.metrics import Snapshot
 from benchmarks.nimbusdb import PROMPT, QUESTIONS, SYSTEM_TEXT
 from benchmarks.rigs import SHORT_DTYPES
-from benchmarks.servers import MAX_LEN, Fleet, Plan
+from benchmarks.serving.answers import Ask, most_at_once
+from benchmarks.serving.loads import Stretch, closed
+from benchmarks.serving.metrics import Snapshot
+from benchmarks.serving.servers import MAX_LEN, Fleet, Plan
 
 if TYPE_CHECKING:
-    from benchmarks.client import Client
+    from benchmarks.serving.client import Client
     from benchmarks.session import Observed
 
 USERS = 16
@@ -201,7 +201,7 @@ class Server:
 
 def connect(plan: Plan, fleet: Fleet, name: str, dtype: str) -> Server:
     """The server of that name: the plan's endpoint, or one of the fleet, which was started with that dtype."""
-    from benchmarks.client import Client, Endpoint
+    from benchmarks.serving.client import Client, Endpoint
 
     if plan.endpoint is not None:
         return Server(name, Client(plan.endpoint, plan.model))

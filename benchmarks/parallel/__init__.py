@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate, counted, median_interval, paired_ratio, unusable
 from benchmarks.ledger import Cell
-from benchmarks.pipeline import Flight, idle_share
-from benchmarks.ranks import PIPELINE, TENSOR_PARALLEL
+from benchmarks.parallel.pipeline import Flight, idle_share
+from benchmarks.parallel.ranks import PIPELINE, TENSOR_PARALLEL
+from benchmarks.parallel.tensor_parallel import Shares, StepCost, StepTrace
+from benchmarks.parallel.workers import Workers
 from benchmarks.rows import request_figures
 from benchmarks.runs import Run, ratio
-from benchmarks.tensor_parallel import Shares, StepCost, StepTrace
 from benchmarks.timing import Rounds
 from benchmarks.tokens import Match, share_explained
-from benchmarks.workers import Workers
 from benchmarks.workloads import Ids, Workload
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from benchmarks.answers import Answer, Ask, Frames, FrameTooLarge, Outcome, read_piece
-from benchmarks.servers import ServerError
+from benchmarks.serving.answers import Answer, Ask, Frames, FrameTooLarge, Outcome, read_piece
+from benchmarks.serving.servers import ServerError
 from benchmarks.tables import plain
 
 MOST_BYTES = 32 << 20

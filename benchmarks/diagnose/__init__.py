@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import Evidence, times
-from benchmarks.fixes import Fix, Metric, Untold, number, percent, ranked
-from benchmarks.questions import Finding, Step, Targets, memory, throughput, tpot, ttft
+from benchmarks.diagnose.evidence import Evidence, times
+from benchmarks.diagnose.fixes import Fix, Metric, Untold, number, percent, ranked
+from benchmarks.diagnose.questions import Finding, Step, Targets, memory, throughput, tpot, ttft
 from benchmarks.report import ReportError, read_run
 from benchmarks.tables import plain
 

@@ -24,7 +24,7 @@ from benchmarks.rigs import random_model
 from benchmarks.tables import plain
 
 if TYPE_CHECKING:
-    from benchmarks.client import Endpoint
+    from benchmarks.serving.client import Endpoint
     from benchmarks.session import Session
 
 SERVE = ("vllm", "transformers")
@@ -113,7 +113,7 @@ class Plan:
 
 
 def _endpoint(url: str, model: str | None, key_env: str | None, environ: Mapping[str, str]) -> Plan:
-    from benchmarks.client import Endpoint
+    from benchmarks.serving.client import Endpoint
 
     if key_env and key_env not in environ:
         raise ServerError(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from benchmarks.claims import CLAIMS
-from benchmarks.evidence import QUANTIZED, Evidence, Kind, Request, Timed, times
-from benchmarks.fixes import (
+from benchmarks.diagnose.evidence import QUANTIZED, Evidence, Kind, Request, Timed, times
+from benchmarks.diagnose.fixes import (
     ASIDE,
     MOST,
     SERVER,
@@ -32,8 +32,8 @@ from benchmarks.fixes import (
     stops_being_cheap,
     suite,
 )
-from benchmarks.scale_out import replicas, served, split_weights, tensor_parallel
-from benchmarks.smaller_models import quantization, quantized_speed, speculation
+from benchmarks.diagnose.scale_out import replicas, served, split_weights, tensor_parallel
+from benchmarks.diagnose.smaller_models import quantization, quantized_speed, speculation
 from benchmarks.tables import plain
 
 CONTEXT_LEN = 2048
@@ -144,17 +144,20 @@ class Finding:
     @property
     def together(self) -> float:
         """The most that the fixes could give together, more devices left out. Optimistic on purpose: fixes overlap, and
-        hardware is the answer only where not even their product is enough."""
-        product, exclusive = 1.0, dict[str, float]()
+        hardware is the answer only where not even their product is enough. What one of them gives alone, as measured, no
+        ceiling takes away."""
+        product, measured, exclusive = 1.0, 1.0, dict[str, float]()
         for fix in self.fixes:
             if fix.stage is Stage.SCALE_OUT or fix.metric in ASIDE:
                 continue
+            if fix.gain.kind is Kind.MEASURED:
+                measured = max(measured, fix.gain.value)
             if fix.either:
                 exclusive[fix.either] = max(fix.gain.value, exclusive.get(fix.either, 1.0))
             else:
                 product *= fix.gain.value
         product *= math.prod(exclusive.values())
-        return product if self.ceiling is None else max(1.0, min(product, self.ceiling))
+        return product if self.ceiling is None else max(measured, min(product, self.ceiling))
 
 
 def _avoidable(fix: Fix) -> str:

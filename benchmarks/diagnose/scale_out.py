@@ -5,8 +5,8 @@ Used where a run has them. More GPUs come last of all fixes: an unbatched replic
 
 from __future__ import annotations
 
-from benchmarks.evidence import Evidence, Gain, Kind
-from benchmarks.fixes import SERVER, Fix, Metric, Stage, gib, ms, number, suite, worth
+from benchmarks.diagnose.evidence import Evidence, Gain, Kind
+from benchmarks.diagnose.fixes import SERVER, Fix, Metric, Stage, gib, ms, number, suite, worth
 
 LAST = "only once one replica is tuned"
 

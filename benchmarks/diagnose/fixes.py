@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
-from benchmarks.evidence import Evidence, Gain, Kind, Request, Timed, times
+from benchmarks.diagnose.evidence import Evidence, Gain, Kind, Request, Timed, times
 from benchmarks.tables import plain
 
 SMALLEST = 1.05

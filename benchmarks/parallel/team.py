@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import pipeline, tensor_parallel
 from benchmarks.memory import free_bytes
-from benchmarks.ranks import WHOLE, WIDE, Group, join
+from benchmarks.parallel import pipeline, tensor_parallel
+from benchmarks.parallel.ranks import WHOLE, WIDE, Group, join
+from benchmarks.parallel.tensor_parallel import Shares
+from benchmarks.parallel.workers import Workers, WorkersFailed
 from benchmarks.rigs import Loader, Rig, RigError
-from benchmarks.tensor_parallel import Shares
-from benchmarks.workers import Workers, WorkersFailed
 
 MOST_GPUS = 8
 """One host's worth: beyond it the network between hosts would be the subject."""

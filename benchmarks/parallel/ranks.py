@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import pipeline, tensor_parallel
 from benchmarks.memory import Device, resident_bytes
+from benchmarks.parallel import pipeline, tensor_parallel
+from benchmarks.parallel.pipeline import Flight, Pipe, StageEngine
+from benchmarks.parallel.tensor_parallel import Shares, StepTrace, expected_shares, held_bytes
 from benchmarks.phases import (
     EagerEngine,
     Prompt,
@@ -30,10 +32,8 @@ from benchmarks.phases import (
     serve_in_turn,
     tolerance,
 )
-from benchmarks.pipeline import Flight, Pipe, StageEngine
 from benchmarks.rigs import Loader, Rig, random_model
 from benchmarks.runs import Run
-from benchmarks.tensor_parallel import Shares, StepTrace, expected_shares, held_bytes
 from benchmarks.timing import Clock, quiet
 from benchmarks.tokens import Ids, Match, compare
 from benchmarks.traces import record

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from benchmarks.baseline import Run, shown
 from benchmarks.claims import CLAIMS, Word, format_figure
-from benchmarks.rules import CLAIMED, COUNTED, RATIO, Better, Entry, Figure, Rule, figures, rule_of
+from benchmarks.gate.baseline import Run, shown
+from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, Better, Entry, Figure, Rule, figures, rule_of
 from benchmarks.tables import finite, plain
 
 Key = tuple[str, str]

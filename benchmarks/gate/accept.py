@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baseline import CARDS, Run, card_path, gateable, kept, read_baseline, unlike
 from benchmarks.claims import Word
 from benchmarks.gate import Finding, Key, Outcome, compare
+from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, read_baseline, unlike
 from benchmarks.ledger import write_json
 from benchmarks.report import ReportError, read_run
 from benchmarks.tables import finite, plain

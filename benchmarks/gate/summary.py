@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from benchmarks.gate import RED, Finding, Judgement, Outcome
+from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, RULES
 from benchmarks.report import escaped
-from benchmarks.rules import CLAIMED, COUNTED, RATIO, RULES
 from benchmarks.tables import plain
 
 _TOLD = (*RED, Outcome.INCONCLUSIVE, Outcome.BETTER)
