@@ -10,10 +10,12 @@
     ledger       run.json as it is written
     report       the card made of it, with tables
 
-One subject each: batching, prefix, quantization, attention, speculation, bigger_gpu, parallel (with team, workers,
-ranks, tensor_parallel and pipeline under it), serving (with servers, client, answers, loads, metrics and measures
-under it); rows and curves, which they share.
+One subject each: batching, prefix, quantization, attention, speculation, bigger_gpu, parallel/, serving/; rows and curves,
+which they share.
+The graph engine: decoder, kernels, graphs, and drafts, which drafts on it.
 Instruments: memory, traces, machine, tokens, calibration, roofline.
+What becomes of a run: report and tables (the card), page/ (index.html, from series and finding), cells_csv, gate/
+(baselines), compare, diagnose/ (the decision map).
 """
 
 SUITE_VERSION = "0.1.0"

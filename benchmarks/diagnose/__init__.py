@@ -115,7 +115,9 @@ def _doubled(seen: Evidence, found: Sequence[Finding], share: float | None, what
         return f"{said}: here the CPU is the device, and never waits for a host"
     if share is None:
         return f"{said}, and less where it waits for the host, which this run can't tell"
-    said += f", an infinitely fast one {times(amdahl(share, math.inf))}, since this one works {percent(share)} of it"
+    limit = amdahl(share, math.inf)
+    if limit < 1000:
+        said += f", an infinitely fast one {times(limit)}, since this one works {percent(share)} of it"
     steps = [fix for finding in found for fix in finding.fixes if fix.metric is Metric.TPOT and fix.device_share]
     return f"{said}; {steps[0].name} gives {steps[0].gain.text}" if steps else said
 
