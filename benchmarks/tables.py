@@ -181,6 +181,10 @@ class _Row:
     """Significant digits that the row's rounds carry; None where no rounds are known."""
 
 
+_DRAWN = frozenset({"modules"})
+"""Phases that the page draws: a table of bytes by the kind of a module has as many units as columns."""
+
+
 def tables_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Table]]:
     """The tables of each station, in the order of the cells. `cells` are as run.json keeps them."""
     told = {(cell["engine"], str(cell["id"])) for cell in cells if cell["phase"] == "row"}
@@ -189,6 +193,8 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Table]]:
         whole = str(cell["id"]).removesuffix(f".{cell['phase']}")
         if cell["phase"] != "row" and (cell["engine"], whole) in told:
             continue  # the row of its request carries this phase's figures
+        if cell["phase"] in _DRAWN:
+            continue
         row = _row(cell)
         by_table.setdefault((row.station, row.phase), []).append(row)
     tables: dict[str, list[Table]] = {}
@@ -207,7 +213,8 @@ def _row(cell: Mapping[str, Any]) -> _Row:
     labels["id"] = plain(str(cell["id"]).removeprefix(f"{cell['station']}.").replace("_", " "), LONGEST_LABEL)
     values: dict[str, float | None] = {}
     for name, value in cell["figures"].items():
-        values[plain(name, 40)] = finite(value)
+        if not (cell["phase"] == "row" and name.endswith("_floor_s")):  # its share says it in one column less
+            values[plain(name, 40)] = finite(value)
     for name, value in cell["bytes"].items():
         shown = plain(name, 40)
         values[shown if shown.endswith("bytes") else f"{shown}_bytes"] = finite(value)
