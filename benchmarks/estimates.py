@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import truediv
 
 CONFIDENCE = 0.9998
 """Coverage of one interval. A claim is looked at after 10, 20, 40, 80 and 160 rounds and the first clear look decides,
@@ -115,14 +116,18 @@ def paired_ratio(
     raw = {names[0]: tuple(numerator), names[1]: tuple(denominator)}
     n = len(numerator)
     for name, values in raw.items():
-        if not all(0 < v < math.inf for v in values):  # a NaN fails this too
+        if not _positive(values):
             if all(map(math.isfinite, values)):
                 why = "a sample is zero or negative, so its clock or counter is not to be trusted"
             else:
                 why = "a sample is not a number"
             return unusable(f"{name}: {why}", n, raw)
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    return median_interval(ratios, raw)
+    return median_interval(list(map(truediv, numerator, denominator)), raw)
+
+
+def _positive(values: Sequence[float]) -> bool:
+    """Whether all are positive and finite. Finite first: a NaN has no place in an order."""
+    return all(map(math.isfinite, values)) and min(values, default=1.0) > 0
 
 
 def median_interval(
@@ -136,7 +141,7 @@ def median_interval(
     n = len(values)
     if not n:
         return unusable("no rounds were measured", 0, raw)
-    if not all(0 < v < math.inf for v in values):  # a NaN fails this too
+    if not _positive(values):
         return unusable("a sample is not a positive number", n, raw)
     ordered = sorted(values)
     middle = statistics.median(ordered)

@@ -100,7 +100,7 @@ SCENARIOS = (
 def decide(claim: Claim, ratio: float, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[Word, int]:
     """The verdict on one series, and the rounds that it took."""
     word, n = Word.INCONCLUSIVE, 0
-    slower = tuple(ratio * time for time in b)
+    slower = tuple(map(ratio.__mul__, b))
     for n in looks():
         word = judge(claim, paired_ratio(slower[:n], a[:n])).word
         if word is not Word.INCONCLUSIVE:
