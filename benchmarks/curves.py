@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.ledger import Cell
 from benchmarks.memory import Device, OutOfMemory, attempt
-from benchmarks.phases import EagerEngine, Engine, Prompt, StoredPrefix
+from benchmarks.phases import EagerEngine, Engine, Prompt, Request, StoredPrefix, serve
 from benchmarks.timing import Clock, quiet, set_aside
-from benchmarks.workloads import Ids, exactly
+from benchmarks.workloads import Ids, Workload, exactly
 
 WINS_X = 2.0
 """A cache wins where half the wait for the first token is gone: less is no reason to keep one."""
@@ -27,7 +27,7 @@ TIMES = 3
 """Measurements of a point, after a warm-up of its shapes; their median counts. A point is there to be seen beside its
 neighbours, no verdict rests on it."""
 
-STEPS = 3
+STEPS = 4
 """Decode steps in one measurement of a batch."""
 
 SUFFIX_LEN = 16
@@ -188,7 +188,7 @@ def batch_curve(
         if isinstance(engine, str):
             return engine
         rows = [exactly(tokens[row % len(tokens) :] + tokens, BATCH_PROMPT_LEN) for row in range(batch_size)]
-        tpot_s = _tpot_s(engine, Prompt.of(rows, device), clock)
+        tpot_s = _tpot_s(engine, Workload("decode", tuple(rows), STEPS + 1), clock)
         rates[batch_size] = batch_size / tpot_s
         figures = {"tpot_s": tpot_s, "output_tokens_per_s": rates[batch_size]}
         sizes = list(rates)
@@ -205,24 +205,16 @@ def batch_curve(
         return search(measure, turned, limits, device, now)
 
 
-def _tpot_s(engine: Engine[Any], prompt: Prompt, clock: Clock) -> float:
-    """Median seconds of a decode step. Every measurement goes on where the last one ended."""
-    state = engine.prefill(prompt)
-
-    def some_steps() -> None:
-        nonlocal state
-        for _ in range(STEPS):
-            state = engine.step(state)
-
-    some_steps()
-    with quiet():
-        return statistics.median(clock.time(some_steps) for _ in range(TIMES)) / STEPS
+def _tpot_s(engine: Engine[Any], workload: Workload, clock: Clock) -> float:
+    """Median seconds of a decode step, of requests served as those of every table are."""
+    serve(Request(engine, workload), clock)
+    return statistics.median(serve(Request(engine, workload), clock).run.tpot_s for _ in range(TIMES))
 
 
 def recorded(eager: EagerEngine) -> Callable[[int], Engine[Any] | str]:
     """Graph engines of a model, each captured when its point is measured and given up after it: together they would fill
     the card with caches that nothing else needs."""
-    needed_len = BATCH_PROMPT_LEN + STEPS * (TIMES + 1)
+    needed_len = BATCH_PROMPT_LEN + STEPS + 1
     from benchmarks.graphs import CannotCapture, capture
 
     def engine_for(batch_size: int) -> Engine[Any] | str:
@@ -249,7 +241,7 @@ PREFIX = Shape(
     "prefix", "prompt_len", "caching_wins_2x_from_tokens", {"name": "prefix", "batch_size": 1, "output_len": 1}
 )
 BATCHING = Shape(
-    "batching", "batch_size", "no_longer_cheap_at_users", {"name": "decode", "prompt_len": BATCH_PROMPT_LEN, "output_len": STEPS}
+    "batching", "batch_size", "no_longer_cheap_at_users", {"name": "decode", "prompt_len": BATCH_PROMPT_LEN, "output_len": STEPS + 1}
 )  # fmt: skip
 
 
