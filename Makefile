@@ -1,6 +1,7 @@
 # make myths   the suite on what is here: CUDA, or the embedded pair of small models
 # make myths-serving   claims about serving, on servers that it starts: transformers serve and vLLM
 # make test    the harness under test, on CPU
+# make test-browser   the page under test, in Chromium
 # make lint    ruff and mypy
 # Each sets up .venv first. ARGS goes to pytest: make myths ARGS="--weights random", make test ARGS=tests/test_claims.py
 
@@ -15,7 +16,7 @@ VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 SERVE := transformers vllm
 
-.PHONY: myths myths-without-clock myths-serving test lint setup
+.PHONY: myths myths-without-clock myths-serving test test-browser lint setup
 
 myths: $(READY)
 	$(VENV)/bin/python -m pytest -v --benchmark-columns=median,iqr,rounds $(ARGS)
@@ -46,8 +47,12 @@ $(VLLM)/.ready:
 	fi
 	@touch $@
 
+# An -m in ARGS takes the place of this one.
 test: $(READY)
-	$(VENV)/bin/python -m pytest -o testpaths=tests -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -o testpaths=tests -n 2 --dist loadfile -m "not browser" $(ARGS)
+
+test-browser: $(READY)
+	$(VENV)/bin/python -m pytest tests/test_browser.py $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -34,6 +34,7 @@ MARKS = {
     "timing": "the verdict rests on a clock",
     "trained": "needs trained weights",
     "claim(id)": "the claim of benchmarks/claims.py that this test judges",
+    "browser": "looks at the page in Chromium; `make test` leaves it to `make test-browser`",
 }
 SESSION = pytest.StashKey["Session"]()
 PAGE = pytest.StashKey[str]()

@@ -241,8 +241,11 @@ PREFIX = Shape(
     "prefix", "prompt_len", "caching_wins_2x_from_tokens", {"name": "prefix", "batch_size": 1, "output_len": 1}
 )
 BATCHING = Shape(
-    "batching", "batch_size", "no_longer_cheap_at_users", {"name": "decode", "prompt_len": BATCH_PROMPT_LEN, "output_len": STEPS + 1}
-)  # fmt: skip
+    "batching",
+    "batch_size",
+    "no_longer_cheap_at_users",
+    {"name": "decode", "prompt_len": BATCH_PROMPT_LEN, "output_len": STEPS + 1},
+)
 
 
 def curve_cells(shape: Shape, curve: Curve, engine: str, precision: str) -> list[Cell]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 
+import pytest
 from hypothesis import settings
 
 # The first example of a property may import a library, and this machine may be busy: no deadline says anything here.
@@ -21,5 +22,12 @@ def pytest_collection_finish() -> None:
     # Every measurement collects garbage first. The libraries' own objects stay for good: without them a collection
     # takes a millisecond instead of a tenth of a second.
     importlib.import_module("transformers")
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_set_aside() -> None:
+    """The same for what the modules before this one imported: the first model that is loaded brings half of them."""
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -89,69 +89,73 @@ def pieces() -> list[str]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def conftest(request: pytest.FixtureRequest) -> ModuleType:
     module = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
     assert isinstance(module, ModuleType)
     return module
 
 
-@pytest.fixture
-def with_claim(pieces: list[str], conftest: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Claim:
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def with_claim(pieces: list[str], conftest: ModuleType, patch: pytest.MonkeyPatch) -> Claim:
     """The example's claim in the table, wherever the table is read."""
     made: Claim = eval(f"({pieces[0].strip()})[0]", vars(benchmarks.claims))
     table: Mapping[str, Claim] = MappingProxyType({**CLAIMS, made.id: made})
     for module in [m for m in (*sys.modules.values(), conftest) if vars(m).get("CLAIMS") is CLAIMS]:
-        monkeypatch.setattr(module, "CLAIMS", table)
+        patch.setattr(module, "CLAIMS", table)
     return made
 
 
-@pytest.fixture
-def on_path(pieces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def on_path(pieces: list[str], tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch) -> Path:
     """The example's two files in folders of their own."""
+    root = tmp_path_factory.mktemp("example")
     for folder, text in (("myths", pieces[1]), ("tests", pieces[2])):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "test_answer_length.py").write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(
-        "myths.test_answer_length", tmp_path / "myths" / "test_answer_length.py"
-    )
+        (root / folder).mkdir()
+        (root / folder / "test_answer_length.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("myths.test_answer_length", root / "myths" / "test_answer_length.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "myths.test_answer_length", module)
+    patch.setitem(sys.modules, "myths.test_answer_length", module)
     spec.loader.exec_module(module)
-    return tmp_path
+    return root
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, plugins: Sequence[object] = ()) -> tuple[int, str]:
-    """Pytest in this process: exit code and what it said."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    plain = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")]
+@pytest.fixture(scope="module")
+def said(with_claim: Claim, on_path: Path, conftest: ModuleType, patch: pytest.MonkeyPatch) -> str:
+    """What pytest said of the myth and its liar, run in this process."""
+    patch.setattr(benchmarks.calibration, "QUICK_S", {"cpu": 0.1})
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    patch.setattr("benchmarks.page.write_page", lambda runs, path: path)  # test_page.py draws
+    patch.setenv("COLUMNS", "200")
+    patch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    without = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")]
+    here = ("--rootdir", ROOT, "-c", ROOT / "pytest.ini", *without, "-v", on_path / "tests", on_path / "myths")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main(
-            [str(a) for a in ("--rootdir", ROOT, "-c", ROOT / "pytest.ini", *plain, *arguments)], list(plugins)
-        )
-    return int(code), said.getvalue()
+        code = pytest.main([*map(str, here), "--budget=0.1", "--new-tokens=8", f"--report={on_path}"], [conftest])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), (
+        said.getvalue()
+    )  # a busy machine may end undecided
+    return said.getvalue()
 
 
-def test_the_readmes_liar_is_refuted(with_claim: Claim, on_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, said = run(monkeypatch, on_path / "tests")
-    assert code == pytest.ExitCode.OK, said
-    assert "2 passed" in said
-    assert with_claim.id in refuted_in((on_path / "tests" / "test_answer_length.py").read_text(encoding="utf-8"))
+def test_the_readmes_liar_is_refuted(said: str, with_claim: Claim, on_path: Path) -> None:
+    source = (on_path / "tests" / "test_answer_length.py").read_text(encoding="utf-8")
+    (name,) = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
+    assert sum(f"::{name}[" in line and "PASSED" in line for line in said.splitlines()) == 2, said
+    assert with_claim.id in refuted_in(source)
 
 
-def test_the_readmes_myth_ends_in_a_verdict_on_the_card(
-    with_claim: Claim, on_path: Path, conftest: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmarks.calibration, "QUICK_S", {"cpu": 0.1})
-    myth = on_path / "myths" / "test_answer_length.py"
-    code, said = run(monkeypatch, myth, "--budget=0.5", "--new-tokens=8", f"--report={on_path}", plugins=[conftest])
-    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), said  # a busy machine may end undecided
+def test_the_readmes_myth_ends_in_a_verdict_on_the_card(said: str, with_claim: Claim, on_path: Path) -> None:
     (kept,) = json.loads((on_path / "run.json").read_text(encoding="utf-8"))["claims"]
     assert (kept["id"], kept["n"] > 0) == (with_claim.id, True)
     assert "== length ==" in said
-    assert judged_in(myth.read_text(encoding="utf-8")) == {with_claim.id}
+    assert judged_in((on_path / "myths" / "test_answer_length.py").read_text(encoding="utf-8")) == {with_claim.id}

@@ -130,7 +130,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("held") / "held.json"
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(place=st.sampled_from(PLACES), value=_JSON)
 def test_whatever_stands_anywhere_in_a_baseline_it_is_refused_in_a_line_or_compared(held, place, value):
     def put(run: Any) -> None:

@@ -63,7 +63,7 @@ def test_a_quiet_machine_is_not_measured_longer_than_needed() -> None:
     assert found.floor < 0.005
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0.1, 10), min_size=20, max_size=40))
 def test_the_floor_reaches_from_one_to_the_far_end_of_the_interval(values: list[float]) -> None:
     pairs = list(zip(values, values[::-1], strict=True))

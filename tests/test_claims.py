@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.claims import CLAIMS, Bound, Claim, Setting, Word, format_figure, judge, not_judged
 from benchmarks.estimates import Estimate, counted, paired_ratio, unusable
 
-quickly = settings(deadline=None, max_examples=100)
+quickly = settings(deadline=None, max_examples=50)
 ratios = st.floats(0.01, 100)
 AT_LEAST = Claim("synthetic.at_least", "it is twice as fast", (Bound("ratio", "a limit", at_least=2.0),), noise="wall")
 UNCHANGED = Claim("synthetic.unchanged", "same", (Bound("ratio", "5 %", at_least=0.95, at_most=1.05),), noise="wall")

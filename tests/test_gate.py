@@ -146,7 +146,7 @@ def test_another_workload_is_not_compared():
     assert (found.outcome, found.said) == (Outcome.CHANGED, "prompt_len 512, in the baseline 37")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.sampled_from([c["id"] for c in RUN["cells"] if c["engine"] == "eager"]), st.floats(0.5, 2), st.floats(0.5, 2))
 def test_what_is_worse_than_a_loss_is_a_loss(id, one, other):
     """Of every gated figure, in its own direction."""

@@ -234,7 +234,7 @@ def test_without_nvml_the_fields_are_null_with_the_reason_and_the_card_says_so(d
     assert driver is None or driver.open == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     failing=st.dictionaries(st.sampled_from(QUERIES), st.sampled_from([1, 3, 4, 6, 12, 13, 15, 999])),
     clocks=st.tuples(*[st.sampled_from([0, 345, 1980])] * 3),

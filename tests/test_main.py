@@ -6,6 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 T4 = ROOT / "benchmarks" / "cards" / "tesla-t4.json"
@@ -23,6 +28,21 @@ def _called(*words, **environment):
     )
 
 
+@pytest.fixture
+def called(capsys):
+    """Calls main in this process: the door itself is the business of a few tests only."""
+
+    def _called_here(*words):
+        try:
+            code = main(list(map(str, words)))
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return _called_here
+
+
 def test_the_card_of_a_run_is_printed():
     done = _called("report", T4, "--card")
     assert (done.returncode, done.stderr) == (0, "")
@@ -30,13 +50,14 @@ def test_the_card_of_a_run_is_printed():
     assert done.stdout.splitlines()[-1].endswith("NOT JUDGED")
 
 
-def test_the_card_follows_the_width_of_the_terminal():
-    done = _called("report", T4, "--card", COLUMNS="72")
+def test_the_card_follows_the_width_of_the_terminal(called, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    done = called("report", T4, "--card")
     assert max(map(len, done.stdout.splitlines())) <= 72
 
 
-def test_markdown_is_printed_on_request():
-    done = _called("report", T4, "--markdown")
+def test_markdown_is_printed_on_request(called):
+    done = called("report", T4, "--markdown")
     assert done.returncode == 0
     assert done.stdout.startswith("# inference-myths")
 
@@ -56,18 +77,18 @@ def test_a_reader_who_leaves_early_is_no_error():
     assert done.stderr == ""
 
 
-def test_a_torn_file_is_one_line_and_exit_code_2(tmp_path):
+def test_a_torn_file_is_one_line_and_exit_code_2(tmp_path, called):
     path = tmp_path / "\x1b[2Jrun.json"
     path.write_bytes(T4.read_bytes()[:5000])
-    done = _called("report", path)
+    done = called("report", path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "not whole JSON" in done.stderr
     assert "\x1b" not in done.stderr
 
 
-def test_the_page_of_several_runs_is_written_and_their_cards_printed(tmp_path):
-    done = _called("report", T4, T4, "--page", tmp_path / "new" / "index.html")
+def test_the_page_of_several_runs_is_written_and_their_cards_printed(tmp_path, called):
+    done = called("report", T4, T4, "--page", tmp_path / "new" / "index.html")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("page: ")
@@ -75,18 +96,18 @@ def test_the_page_of_several_runs_is_written_and_their_cards_printed(tmp_path):
     assert (tmp_path / "new" / "index.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
-    done = _called("report", T4, "--page", tmp_path)
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, called):
+    done = called("report", T4, "--page", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
 
 
-def test_no_command_lists_the_commands():
+def test_no_command_lists_the_commands(called):
     done = _called()
     assert done.returncode == 2
     assert "COMMAND" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "report" in _called("--help").stdout
+    assert "report" in called("--help").stdout
 
 
 def test_printing_a_card_imports_no_torch():

@@ -71,7 +71,9 @@ def _card(name):
 
 @pytest.fixture(scope="module")
 def h200():
-    return read_run(Path(__file__).parent / "runs" / "h200-eager.json")  # a run of one engine, whatever card is accepted
+    return read_run(
+        Path(__file__).parent / "runs" / "h200-eager.json"
+    )  # a run of one engine, whatever card is accepted
 
 
 @pytest.fixture(scope="module")

@@ -181,11 +181,15 @@ def test_ctrl_c_ends_them_all() -> None:
 
 
 KILLED = """
-import time
+import importlib.util, sys, time, types
+# The package without its own module, which would import torch here and in each worker: workers.py needs none.
+package = sys.modules["benchmarks.parallel"] = types.ModuleType("benchmarks.parallel")
+package.__path__ = importlib.util.find_spec("benchmarks").submodule_search_locations[0] + "/parallel",
 from benchmarks.parallel.workers import Workers
 from tests.unruly import Unruly
 if __name__ == "__main__":
-    print(*Workers(2, Unruly, 60).pids, flush=True)
+    workers = Workers(2, Unruly, 60)  # kept: without it they would end anyway
+    print(*workers.pids, flush=True)
     time.sleep(60)
 """
 

@@ -32,7 +32,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-QUICK = settings(deadline=None, max_examples=50)
+QUICK = settings(deadline=None, max_examples=20)
 
 
 class Letters:

@@ -415,7 +415,7 @@ def _harmless(text):
     return all(unicodedata.category(c)[0] != "C" and c not in "\u2028\u2029" for c in text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(nasty, st.integers(4, 100))
 def test_plain_text_is_one_harmless_line_of_the_length_asked_for(text, longest):
     said = plain(text, longest)
@@ -450,7 +450,7 @@ def _sample():
     return json.loads(json.dumps(run))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(nasty, st.integers(40, 120))
 def test_no_text_of_a_run_reaches_the_terminal_raw_or_breaks_the_width(text, width):
     for line in card_lines(_poisoned(_sample(), text), width):

@@ -23,7 +23,7 @@ from benchmarks.timing import Clock
 from benchmarks.tokens import Match, Tolerance
 from benchmarks.workloads import Ids, Workload
 
-QUICK = settings(deadline=None, max_examples=50)
+QUICK = settings(deadline=None, max_examples=20)
 PROMPT: Ids = (3, 141, 59, 26, 53, 58, 97, 93)
 PROMPTS = (PROMPT, (2, 71, 82, 81), (16, 18, 33, 98, 87, 49))
 LENGTH = 24

@@ -23,7 +23,7 @@ from benchmarks.tokens import (
     vacuous,
 )
 
-quickly = settings(deadline=None, max_examples=60)
+quickly = settings(deadline=None, max_examples=40)
 VOCAB = 8
 varied = st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=20).filter(
     lambda ids: len(set(ids)) > 1 and not cyclic(ids)

@@ -1,15 +1,16 @@
 """How often the verdict engine is wrong, and how many rounds it needs, on a thousand synthetic series of each kind.
 
-The engine is the suite's own: looks, paired_ratio's interval, judge's verdict. Only the sides are made up: each sample is
-a time from a seeded generator. That interleave's rounds decide alike is tested on some of the series. The figures are the
-table of docs/verdict-quality.md, word for word; after a change of the engine, `python -m tests.test_verdict_quality` in
-the project's folder writes it anew.
+The engine is the suite's own: looks, paired_ratio's interval, a bound's verdict. Only the sides are made up: each sample
+is a time from a seeded generator. That interleave's rounds and judge decide alike is tested on some of the series. The
+figures are the table of docs/verdict-quality.md, word for word; after a change of the engine,
+`python -m tests.test_verdict_quality` in the project's folder writes it anew.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import numpy
 import pytest
 
 from benchmarks import timing
 from benchmarks.claims import Bound, Claim, Word, judge
-from benchmarks.estimates import LAST_LOOK, looks, paired_ratio
+from benchmarks.estimates import LAST_LOOK, Estimate, looks, paired_ratio
 from benchmarks.timing import Rounds, interleave
 
 SERIES = 1000
@@ -63,17 +65,15 @@ def bursts(random: Random, _: int) -> float:
 KINDS: dict[str, Noise] = {"Gaussian": gaussian, "heavy tails": heavy_tails, "drift": drift, "bursts of 4x": bursts}
 
 
-@cache
 def times(kind: str, seed: int) -> tuple[float, ...]:
     """Times of a series in the order they are measured in, two a round; every scenario sees the same ones."""
     random, noise = Random(f"{kind} {seed}"), KINDS[kind]
     return tuple(math.exp(noise(random, position)) for position in range(2 * LAST_LOOK))
 
 
-@cache
-def sides(kind: str, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def sides(series: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The same times by side, index by index of one round: A B, B A, ..."""
-    pairs = list(zip(times(kind, seed)[::2], times(kind, seed)[1::2], strict=True))
+    pairs = list(zip(series[::2], series[1::2], strict=True))
     return tuple(pair[n % 2] for n, pair in enumerate(pairs)), tuple(pair[1 - n % 2] for n, pair in enumerate(pairs))
 
 
@@ -97,12 +97,22 @@ SCENARIOS = (
 )
 
 
-def decide(claim: Claim, ratio: float, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[Word, int]:
-    """The verdict on one series, and the rounds that it took."""
+See = Callable[[float, int], Estimate]
+"""What is observed of a series where b takes so many times as long, after so many rounds."""
+
+
+def seen(series: tuple[float, ...]) -> See:
+    """Each estimate is made once: scenarios with the same ratio under different claims see the same."""
+    a, b = sides(series)
+    return cache(lambda ratio, n: paired_ratio(tuple(map(ratio.__mul__, b[:n])), a[:n]))
+
+
+def decide(claim: Claim, ratio: float, see: See) -> tuple[Word, int]:
+    """The verdict on one series, and the rounds that it took. Where no floor is known judge() asks the bound, no more."""
+    (bound,) = claim.bounds
     word, n = Word.INCONCLUSIVE, 0
-    slower = tuple(map(ratio.__mul__, b))
     for n in looks():
-        word = judge(claim, paired_ratio(slower[:n], a[:n])).word
+        word = bound.verdict(see(ratio, n))
         if word is not Word.INCONCLUSIVE:
             break
     return word, n
@@ -127,18 +137,18 @@ def decide_in_rounds(claim: Claim, ratio: float, series: tuple[float, ...]) -> t
 class Row:
     kind: str
     scenario: Scenario
-    words: dict[Word, int]
+    words: Counter[Word]
     rounds: tuple[int, ...]
 
     @property
     def wrong(self) -> int:
         """False HOLDS and false REFUTED together."""
         ends = {Word.HOLDS, Word.REFUTED} - {self.scenario.right}
-        return sum(self.words.get(word, 0) for word in ends)
+        return sum(self.words[word] for word in ends)
 
     @property
     def found(self) -> int | None:
-        return self.words.get(self.scenario.right, 0) if self.scenario.right else None
+        return self.words[self.scenario.right] if self.scenario.right else None
 
     @property
     def text(self) -> str:
@@ -147,7 +157,7 @@ class Row:
         cells = (
             self.scenario.name,
             self.kind,
-            *(str(self.words.get(w, 0)) for w in (Word.HOLDS, Word.REFUTED, Word.INCONCLUSIVE)),
+            *(str(self.words[w]) for w in (Word.HOLDS, Word.REFUTED, Word.INCONCLUSIVE)),
             f"{self.wrong / len(self.rounds):.1%}",
             share,
             str(median),
@@ -156,14 +166,17 @@ class Row:
         return "| " + " | ".join(cells) + " |"
 
 
-def measure(kind: str, scenario: Scenario) -> Row:
-    words: dict[Word, int] = {}
-    rounds = []
+def measure(kind: str) -> list[Row]:
+    """One row a scenario."""
+    found: list[list[tuple[Word, int]]] = [[] for _ in SCENARIOS]
     for seed in range(SERIES):
-        word, n = decide(scenario.claim, scenario.ratio, *sides(kind, seed))
-        words[word] = words.get(word, 0) + 1
-        rounds.append(n)
-    return Row(kind, scenario, words, tuple(rounds))
+        see = seen(times(kind, seed))
+        for scenario, ends in zip(SCENARIOS, found, strict=True):
+            ends.append(decide(scenario.claim, scenario.ratio, see))
+    return [
+        Row(kind, scenario, Counter(word for word, _ in ends), tuple(n for _, n in ends))
+        for scenario, ends in zip(SCENARIOS, found, strict=True)
+    ]
 
 
 def table(rows: list[Row]) -> str:
@@ -173,7 +186,7 @@ def table(rows: list[Row]) -> str:
 
 
 def measure_all() -> list[Row]:
-    return [measure(kind, scenario) for scenario in SCENARIOS for kind in KINDS]
+    return [row for of_scenario in zip(*map(measure, KINDS), strict=True) for row in of_scenario]
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +215,12 @@ def test_the_suites_own_rounds_decide_alike(monkeypatch: pytest.MonkeyPatch) -> 
     """With the collector left alone: it would take most of the time, and there is nothing here for it to bill."""
     monkeypatch.setattr(timing, "quiet", nullcontext)
     monkeypatch.setattr(timing, "set_aside", nullcontext)
-    for scenario in SCENARIOS:
-        for kind in KINDS:
-            for seed in range(12):
-                seen = decide(scenario.claim, scenario.ratio, *sides(kind, seed))
-                assert decide_in_rounds(scenario.claim, scenario.ratio, times(kind, seed)) == seen
+    for kind in KINDS:
+        for series in (times(kind, seed) for seed in range(12)):
+            see = seen(series)
+            for scenario in SCENARIOS:
+                found = decide(scenario.claim, scenario.ratio, see)
+                assert decide_in_rounds(scenario.claim, scenario.ratio, series) == found
 
 
 def test_these_limits_can_be_missed() -> None:
@@ -216,7 +230,7 @@ def test_these_limits_can_be_missed() -> None:
         series = times("Gaussian", seed)
         ratios = [b / a for a, b in zip(series[::2], series[1::2], strict=True)]
         for n in range(5, 81):
-            mean, error = statistics.fmean(ratios[:n]), statistics.stdev(ratios[:n]) / math.sqrt(n)
+            mean, error = statistics.fmean(ratios[:n]), float(numpy.std(ratios[:n], ddof=1)) / math.sqrt(n)
             if abs(mean - 1) > 1.96 * error:
                 wrong += 1
                 break

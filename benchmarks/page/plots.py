@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from benchmarks.claims import format_figure
 from benchmarks import series as read
+from benchmarks.claims import format_figure
 from benchmarks.page.drawing import (
     COLOURS,
     HATCHES,
