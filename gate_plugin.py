@@ -1,7 +1,7 @@
 """pytest's side of the gate, `--baseline FILE|auto`: the run's last items are the gate's, one a claim and one a cell.
 
 Before the first of them the run is compared with the baseline, and the tests behind what looks worse are run again
-(benchmarks/gate.py says what of it is red). While there is a baseline a myth's own test fails only where it breaks:
+(benchmarks/gate/ says what of it is red). While there is a baseline a myth's own test fails only where it breaks:
 verdicts are judged by the gate's items, known REFUTED is expected there and a changed verdict red.
 """
 
@@ -112,6 +112,7 @@ class Gate:
                 found, broken = self._look_again(wanted if len(looks) % 2 else wanted[::-1], case)
                 looks.append(found)
                 remarks += broken
+            remarks += gate.times_to_come(looks[0])
             self.judgement = gate.Judgement(self.name, tuple(gate.confirmed(looks)), tuple(remarks))
         self.suite.ledger.note("gate", self.judgement.record)
 

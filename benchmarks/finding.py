@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.claims import Word, format_figure
-from benchmarks.series import Series, over_batch, series_of
+from benchmarks.series import Series, not_comparable, over_batch, series_of
 from benchmarks.tables import finite, plain
 
 BUSY_ENOUGH = 0.1
@@ -42,10 +42,11 @@ def _sentence(clauses: Sequence[str]) -> str:
 
 
 def idle_share(series: Series) -> float | None:
-    """Share of a lone chat's decode during which the card was idle."""
+    """Share of a lone chat's decode during which the card was idle; None for what is no share."""
     cell = series.cell("batching.1.decode")
     idle = finite(cell["host_bound"]) if cell else None
-    return idle if idle is not None else series.figure("batching.1", "decode_host_bound")
+    idle = idle if idle is not None else series.figure("batching.1", "decode_host_bound")
+    return idle if idle is not None and 0 <= idle <= 1 else None
 
 
 def _idle(series: Series) -> Iterable[str]:
@@ -73,10 +74,16 @@ def _batching(series: Series) -> Iterable[str]:
     if value is not None:
         yield f"16 chats at once gave {format_figure(value, 'x')} the tokens per second of one"
         return
-    points = over_batch(series)["output_tokens_per_s"]
-    if len(points) > 1 and points[0].x == 1:
-        last = points[-1]
-        yield f"{last.x:.0f} chats at once gave {format_figure(last.y / points[0].y, 'x')} the tokens per second of one"
+    table = over_batch(series)
+    points = table["output_tokens_per_s"]
+    if len(points) < 2 or points[0].x != 1:
+        return
+    last = points[-1]
+    if why := not_comparable(series.run, series.engine, [point.y for point in table["tpot_s"]]):
+        yield f"what {last.x:.0f} chats at once gain can't be told: {why}"
+        return
+    gain = format_figure(last.y / points[0].y, "x")
+    yield f"{last.x:.0f} chats at once gave about {gain} the tokens per second of one, from unpaired rows"
 
 
 def _prefix(series: Series) -> Iterable[str]:

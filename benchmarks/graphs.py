@@ -73,6 +73,13 @@ class GraphState:
         if engine is not self._engine or self._turn != engine.turn:
             raise RuntimeError("this state is of the past: its engine has stepped on, and its logits are overwritten")
 
+    def _check_known(self) -> None:
+        self.check(self._engine)
+        if not self._choices.shape[1]:
+            raise RuntimeError(
+                "this state was rewound beyond its last step, so it has no logits: tell its step the tokens"
+            )
+
     @property
     def all_logits(self) -> Tensor:
         """After every token of the step, (batch, step_len, vocab_size); a buffer that the next step overwrites."""
@@ -82,6 +89,7 @@ class GraphState:
     @property
     def logits(self) -> Tensor:
         """After the last token, (batch, vocab_size); a buffer that the next step overwrites."""
+        self._check_known()
         return self.all_logits[:, -1]
 
     @property
@@ -93,7 +101,7 @@ class GraphState:
     @property
     def next_tokens(self) -> Tensor:
         """The greedy choice after the last token, (batch,); the caller's own copy."""
-        self.check(self._engine)
+        self._check_known()
         return self._choices[:, -1].clone()
 
 
@@ -118,6 +126,7 @@ class GraphEngine:
         self._in_use = decoder, ops  # a recorded step knows addresses: what lies there must live as long as it
         self.built_s = 0.0
         self.turn = 0
+        self._kept_len = 0  # what no rewind may touch, since rows have less of it than others
         self._loaded = 0  # the step_len whose recorded tokens are the last choices, 0 when none is
 
     @property
@@ -145,6 +154,7 @@ class GraphEngine:
         held_len = state.cache.get_seq_length()
         self._check_room(held_len)
         self._copy(state.cache, state.mask)
+        self._kept_len = 0 if state.mask is None else held_len
         self.turn += 1
         self._loaded = 0
         logits = state.logits[:, None]
@@ -176,10 +186,13 @@ class GraphEngine:
         """The state `count` tokens ago: rejected drafts are forgotten.
 
         Beyond the last step there are no logits any more: such a state has none, and its next step must be told its
-        tokens. Raises ValueError when fewer tokens than that were read.
+        tokens. Raises ValueError when fewer tokens than that were read, since the prefill where rows are padded: what
+        each of them has of it only the device knows.
         """
-        if not 0 <= count <= state.held_len:
-            raise ValueError(f"{state.held_len} tokens were read and can't be rewound by {count}")
+        read_len = state.held_len - self._kept_len
+        if not 0 <= count <= read_len:
+            since = " since the prefill of rows of unequal length" if self._kept_len else ""
+            raise ValueError(f"{read_len} tokens were read{since} and can't be rewound by {count}")
         end = max(0, state.all_logits.shape[1] - count)
         logits, choices = state.all_logits[:, :end], state.choices[:, :end]
         self.held.lengths.sub_(count)

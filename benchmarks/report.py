@@ -7,7 +7,6 @@ but plain text (see tables.plain), and each renderer escapes what its medium wou
 from __future__ import annotations
 
 import json
-import math
 import re
 import unicodedata
 from collections import Counter
@@ -50,6 +49,8 @@ STATIONS = {
 LONGEST_BYTES = 64 * 2**20
 LONGEST_LIST = 20_000
 DEEPEST = 16
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Sizes between which every figure other than 0 lies: products and quotients of a few of them stay finite."""
 
 
 class ReportError(Exception):
@@ -173,17 +174,29 @@ def _checked(run: Any) -> dict[str, Any]:
         _all(map(cell["workload"].get, LABELS), (*_NUMBER_OR_NONE, str), f"{where}.workload")
         if max(map(len, (cell["figures"], cell["bytes"], cell["unavailable"], cell["kernels"]))) > 200:
             raise ReportError(f"{where} has more than 200 figures")
+    for kind in ("claims", "cells"):
+        _once(run[kind], kind)
     return run
 
 
+def _once(records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """A claim or cell is known by its id and engine: of two such ones, nobody could say which counts."""
+    seen: dict[tuple[str, str], int] = {}
+    for n, record in enumerate(records):
+        first = seen.setdefault((record["id"], record["engine"]), n)
+        if first != n:
+            which = f"{plain(record['id'], 60)} of engine {plain(record['engine'], 40)}"
+            raise ReportError(f"{where}[{first}] and {where}[{n}] are both {which}: each stands once")
+
+
 def _sane(run: object) -> None:
-    """Every number finite and of a size that floats have, no list endless, nothing nested deeper than a run is."""
+    """Every number of a size that figures have, no list endless, nothing nested deeper than a run is."""
     level = [run]
     for _ in range(DEEPEST):
         below: list[object] = []
         for value in level:
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ReportError("a number in it is too large to be one")
+            if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+                raise ReportError(f"a number in it is too large or too small to be a figure, {value:g}")
             if isinstance(value, int) and abs(value) > 2**63:
                 raise ReportError("a whole number in it has more than 64 bits")
             if isinstance(value, dict | list):
@@ -305,6 +318,15 @@ def _engine_words(engine: str) -> str:
     return f"{shown} engine{'s' * (' and ' in shown)}"
 
 
+def _engines_used(run: Mapping[str, Any]) -> str:
+    """The run's engines; on a CPU without the graph engine, where that judged nothing."""
+    names = run["engine"].split(" and ")
+    idle = all(claim["verdict"] == Word.NOT_JUDGED for claim in run["claims"] if claim["engine"] == "graph")
+    if run["machine"]["device"] != "cpu" or "graph" not in names or len(names) == 1 or not idle:
+        return _engine_words(run["engine"])
+    return f"{_engine_words(' and '.join(name for name in names if name != 'graph'))} (graphs need CUDA)"
+
+
 def _counts(engine: str, claims: Sequence[Mapping[str, Any]]) -> str:
     seen = Counter(claim["verdict"] for claim in claims)
     counts = ", ".join(f"{seen[word]} {word}" for word in Word)
@@ -325,14 +347,14 @@ def head(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "machine", ", ".join(_machine_words(about))
     random = rig["weights"] == "random"
     weights = "RANDOM WEIGHTS (time, memory and equality only)" if random else f"{plain(rig['weights'], 40)} weights"
-    yield "rig", f"{plain(rig['name'], 80)}, {weights}, {plain(rig['dtype'], 40)}, {_engine_words(run['engine'])}"
+    yield "rig", f"{plain(rig['name'], 80)}, {weights}, {plain(rig['dtype'], 40)}, {_engines_used(run)}"
     yield "target", plain(rig["target"], 120)
     yield "draft", plain(rig["draft"], 120) if rig["draft"] else "none"
     versions = {plain(name, 40): plain(version, 40) for name, version in about["versions"].items() if version}
     yield "versions", ", ".join(f"{name} {version}" for name, version in list(versions.items())[:12]) or "unknown"
     floors = {name: known for name, floor in run.get("noise_floor", {}).items() if (known := finite(floor)) is not None}
     if floors:
-        yield "noise floor", ", ".join(f"{_metric_words(n)} {100 * f:.2g}%" for n, f in floors.items())
+        yield "noise floor", ", ".join(f"{_metric_words(n)} {_percent(f)}" for n, f in floors.items())
     if isinstance(run.get("source"), str):
         yield "source", plain(run["source"], 300)
     if any(claim["t4"] for claim in run["claims"]):
@@ -343,6 +365,10 @@ def head(run: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         more = f" and {len(fallen) - 6} more" if len(fallen) > 6 else ""
         where = ", ".join(fallen[:6]) + more
         yield "finding", f"SDPA fell back to its math kernel, which builds the whole score matrix, in {where}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if abs(share) < 0.995 else f"{100 * share:,.0f}%"
 
 
 def _metric_words(name: str) -> str:

@@ -12,12 +12,12 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Word
+from benchmarks.claims import Word, format_figure
 from benchmarks.tables import finite, plain
 
 ARTICLE = Path(__file__).parent / "cards" / "tesla-t4.json"
@@ -26,13 +26,14 @@ ARTICLE = Path(__file__).parent / "cards" / "tesla-t4.json"
 
 @dataclass(frozen=True)
 class Series:
-    """One engine of one run, which is the `place`th of those given.
+    """One engine of one run, which is the `place`th of those given. No two series share a `label`, no two runs a `run_label`.
 
     `cells` and `claims` are records of run.json, claims by id; `idle` are engines of the same run that judged nothing,
     with the reason.
     """
 
     label: str
+    run_label: str
     place: int
     run: Mapping[str, Any]
     engine: str
@@ -66,7 +67,9 @@ def series_of(runs: Sequence[Mapping[str, Any]]) -> list[Series]:
     """A series for each engine of each run, in their order; the article's own run is known by its content."""
     known = [article() if run == article() else run for run in runs]
     labelled = zip(known, _labels(known), strict=True)
-    return [one for place, (run, label) in enumerate(labelled) for one in _engines(run, label, place)]
+    found = [one for place, (run, label) in enumerate(labelled) for one in _engines(run, label, place)]
+    # A machine may be called what another one's engine is, such as "A, eager".
+    return [replace(one, label=label) for one, label in zip(found, _distinct([o.label for o in found]), strict=True)]
 
 
 def _labels(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -80,8 +83,17 @@ def _labels(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{n}, {plain(t, 30)}" if counts[n] > 1 and len(set(told)) > 1 else n
             for n, t in zip(names, told, strict=True)
         ]
-    counts = Counter(names)
-    return [f"{name} #{place}" if counts[name] > 1 else name for place, name in enumerate(names, 1)]
+    return _distinct(names)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, each that several have with a number that makes it nobody else's."""
+    counts, taken, found = Counter(names), set(names), []
+    for place, name in enumerate(names, 1):
+        numbered = (f"{name} #{number}" for number in itertools.count(place))
+        found.append(next(n for n in numbered if n not in taken) if counts[name] > 1 else name)
+        taken.add(found[-1])
+    return found
 
 
 def _engines(run: Mapping[str, Any], label: str, place: int) -> list[Series]:
@@ -102,6 +114,7 @@ def _engines(run: Mapping[str, Any], label: str, place: int) -> list[Series]:
     return [
         Series(
             f"{label}, {plain(name, 40)}" if len(judged) > 1 else label,
+            label,
             place,
             run,
             name,
@@ -202,7 +215,7 @@ def crossing(full: Sequence[Point], cached: Sequence[Point]) -> float | None:
     """The prefix length from which a cached prefill stays the faster one, between measured lengths by a straight line of
     the ratio's logarithm over the length's. None where one side is faster at every length, or fewer than two are known."""
     there = {point.x: point.y for point in cached}
-    ratios = [(point.x, math.log(point.y / there[point.x])) for point in full if point.x in there]
+    ratios = [(point.x, math.log(point.y) - math.log(there[point.x])) for point in full if point.x in there]
     found = None
     for (x0, r0), (x1, r1) in itertools.pairwise(ratios):
         if r0 <= 0 < r1:
@@ -231,7 +244,9 @@ def slope(points: Sequence[Point]) -> float | None:
     if len(points) < 2 or points[-1].x <= points[-2].x:
         return None
     (a, b) = points[-2:]
-    return math.log(b.y / a.y) / math.log(b.x / a.x)
+    longer = math.log(b.x) - math.log(a.x) if a.x > 0 else 0.0
+    # Differences of logarithms: a quotient of the figures may under- or overflow.
+    return (math.log(b.y) - math.log(a.y)) / longer if longer and a.y > 0 < b.y else None
 
 
 # Shares of something --------------------------------------------------------------------------------------------------
@@ -311,6 +326,32 @@ def shares_of_floor(series: Series) -> dict[str, float]:
     return found
 
 
+# Rows beside each other -----------------------------------------------------------------------------------------------
+
+NOISY = 0.2
+"""A noise floor of decode above which rows that were measured one after another say nothing about each other."""
+
+FASTER_IN_A_BATCH = 2 / 3
+"""No token of a larger batch takes less than this of a smaller one's: it has all of its work to do, and more."""
+
+
+def not_comparable(run: Mapping[str, Any], engine: str, tpots_s: Sequence[float]) -> str:
+    """Why rows of a batching table, measured one after another, can't be held against each other; "" where they can.
+
+    `tpots_s` are the seconds per output token of growing batches.
+    """
+    floors = run.get("noise_floor") or {}
+    floor = next((f for n in (f"{engine}.decode_wall", "decode_wall") if (f := finite(floors.get(n))) is not None), 0.0)
+    if floor > NOISY:
+        return f"the rows were measured one after another, and decode's noise floor is {format_figure(floor, '%')}"
+    slowest_s = 0.0
+    for tpot_s in tpots_s:
+        if tpot_s < FASTER_IN_A_BATCH * slowest_s:
+            return "the rows were measured one after another, and a token came faster in a larger batch than in a smaller one"
+        slowest_s = max(slowest_s, tpot_s)
+    return ""
+
+
 # A claim's samples ----------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +403,8 @@ def _ratios(raw: object, middle: float | None) -> tuple[float, ...]:
     over, under = ([finite(value) for value in side] for side in sides)
     if len(over) != len(under):
         return ()
-    ratios = [a / b for a, b in zip(over, under, strict=True) if a is not None and b]
+    divided = [finite(a / b) for a, b in zip(over, under, strict=True) if a is not None and b]
+    ratios = [ratio for ratio in divided if ratio is not None]
     if len(ratios) != len(over) or not ratios or not math.isclose(statistics.median(ratios), middle, rel_tol=1e-6):
         return ()
     return tuple(ratios)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.claims import format_figure
+
 MISSING = "-"
 ODD = "?"
 """Stands for every character that could move a cursor, reorder a line or hide."""
@@ -202,14 +204,19 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[Table]]:
         engines = list(dict.fromkeys(row.labels["engine"] for row in mixed))
         rows = sorted(mixed, key=lambda row: engines.index(row.labels["engine"]))
         shaped = _SHAPES.get(station, list)(rows) if phase == "row" else rows
-        tables.setdefault(station, []).append(_table(station, phase, shaped))
+        table, before = _table(station, phase, shaped), tables.setdefault(station, [])
+        if before and phase != "row" and len(table.columns) == table.labels:  # no figure, but reasons why there is none
+            notes = dict.fromkeys((*before[-1].notes, *table.notes))
+            before[-1] = replace(before[-1], notes=tuple(notes))
+        else:
+            before.append(table)
     return tables
 
 
 def _row(cell: Mapping[str, Any]) -> _Row:
     workload = cell["workload"]
     labels = {name: plain(workload[name], LONGEST_LABEL) for name in LABELS if workload.get(name) is not None}
-    labels |= {name: plain(cell[name], LONGEST_LABEL) for name in ("precision", "engine")}
+    labels |= {"precision": plain(cell["precision"], LONGEST_LABEL), "engine": plain(cell["engine"])}
     labels["id"] = plain(str(cell["id"]).removeprefix(f"{cell['station']}.").replace("_", " "), LONGEST_LABEL)
     values: dict[str, float | None] = {}
     for name, value in cell["figures"].items():
@@ -285,6 +292,7 @@ def _names(ran: object) -> str:
 def _paired(rows: Sequence[_Row]) -> list[_Row]:
     """The requests with a full and with a cached prefill of one suffix as one row, side by side as in the article."""
     merged: dict[tuple[str, str, str], _Row] = {}
+    notes: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
         side, colon, suffix = row.labels.get("name", "").partition(": ")
         if not colon or side not in ("full", "cached"):
@@ -295,6 +303,8 @@ def _paired(rows: Sequence[_Row]) -> list[_Row]:
         kernels = {f"{side} {phase}" if phase == "prefill" else phase: ran for phase, ran in row.kernels.items()}
         key = (suffix, row.labels["engine"], row.labels["precision"])
         other = merged.get(key)
+        if row.note:
+            notes.setdefault(key, {})[side] = row.note
         labels = {k: v for k, v in row.labels.items() if k not in ("prompt_len", "id")} | {"name": suffix, "id": suffix}
         merged[key] = replace(
             row,
@@ -302,10 +312,17 @@ def _paired(rows: Sequence[_Row]) -> list[_Row]:
             values={**(other.values if other else {}), **values},
             kernels={**(other.kernels if other else {}), **kernels},
             missing={**(other.missing if other else {}), **row.missing},
-            note="; ".join(dict.fromkeys(filter(None, (other.note if other else "", row.note)))),
+            note=_of_sides(notes.setdefault(key, {})),
             digits=min((d for d in (row.digits, other.digits if other else None) if d), default=None),
         )
     return list(merged.values())
+
+
+def _of_sides(notes: Mapping[str, str]) -> str:
+    """Both sides' notes; each with its side's name where they differ."""
+    if len(set(notes.values())) < 2:
+        return "".join(list(notes.values())[:1])
+    return "; ".join(f"{side}: {note}" for side, note in notes.items())
 
 
 def _of_side(side: str, name: str) -> str | None:
@@ -513,7 +530,7 @@ def _figures(kind: str, values: Sequence[float | None], scale: float, carried: S
     each no more than are `carried`."""
     carried = carried or [None] * len(values)
     if kind == "share":
-        return [MISSING if value is None else f"{100 * value:.3g}%" for value in values]
+        return [MISSING if value is None else format_figure(value, "%") for value in values]
     known = [abs(value) / scale for value in values if value]
     whole = kind == "number" and all(value == int(value) for value in known)
     smallest, largest = (_magnitude(end(known, default=1.0)) for end in (min, max))

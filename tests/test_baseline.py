@@ -16,6 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.gate import accept, compare
 from benchmarks.gate.baseline import NOISIEST, card_path, find, kept, other_software, read_baseline, unlike
 from benchmarks.report import ReportError, read_run
+from benchmarks.series import ARTICLE
 from tests.gated import changed, entry, some_run, written
 
 RUN = some_run()
@@ -59,6 +60,10 @@ HOSTILE = {
     "a floor that hides any loss": lambda run: run["noise_floor"].update(prefill_wall=9.0),
     "a negative floor": lambda run: run["noise_floor"].update(prefill_wall=-0.1),
     "noise that hides any loss": lambda run: run["cells"][0]["figures"].update(x_noise=5.0),
+    "a verdict without an interval": lambda run: run["claims"][0]["parts"][0].update(interval=None),
+    "an interval elsewhere": lambda run: run["claims"][0]["parts"][0].update(interval=[0.0, 0.1]),
+    "an interval and nothing observed": lambda run: run["claims"][0]["parts"][0].update(observed=None),
+    "a verdict on nothing": lambda run: run["claims"][0].update(parts=[]),
     "no engine": lambda run: run["claims"][0].pop("engine"),
     "an engine that is no text": lambda run: run["claims"][0].update(engine=[]),
     "no verdict of the four": lambda run: run["claims"][0].update(verdict="FINE"),
@@ -202,15 +207,26 @@ def test_the_baseline_of_this_machine_is_found_by_what_it_is_of(tmp_path):
         find(RUN, tmp_path)
 
 
-def test_the_cards_of_the_suite_can_be_read_and_the_published_one_is_no_baseline():
+def test_the_cards_of_the_suite_can_be_read():
     for path in CARDS.glob("*.json"):
-        read_baseline(path)
-    t4 = read_run(CARDS / "tesla-t4.json")
-    run = changed(
-        RUN, lambda run: run["machine"].update({k: t4["machine"][k] for k in ("name", "capability", "memory_bytes")})
-    )
-    run["rig"] = t4["rig"] | {"target": "Qwen/Qwen2.5-1.5B@8faed761", "draft": "Qwen/Qwen2.5-0.5B@060db649"}
+        if path != ARTICLE:
+            read_baseline(path)
+
+
+def test_the_articles_figures_are_no_baseline_even_of_a_rig_like_theirs(tmp_path, capsys):
+    t4 = read_run(ARTICLE)
+    run = changed(RUN, lambda run: run.update({k: t4[k] for k in ("machine", "rig", "engine")}))
+    assert unlike(run, t4) == []
     assert find(run, CARDS) is None
+    assert card_path(run, CARDS).name == "tesla-t4-run.json"
+    with pytest.raises(ReportError, match="the article's figures"):
+        read_baseline(ARTICLE)
+    with pytest.raises(ReportError, match="no figure with an interval"):
+        read_baseline(written(t4, tmp_path / "copy.json"))
+    before = ARTICLE.read_bytes()
+    assert main(["accept", str(written(run, tmp_path / "run.json")), "--to", str(ARTICLE)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert ARTICLE.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -285,6 +301,10 @@ def test_a_gain_raises_the_bar():
         ("prefix.one_word", lambda run: run["claims"].remove(entry(run, "prefix.one_word"))),
         ("batching.1", lambda run: run["cells"].remove(entry(run, "batching.1"))),
         ("batching.1", lambda run: entry(run, "batching.1")["bytes"].pop("peak")),
+        ("prefix.one_word", lambda run: entry(run, "prefix.one_word").update(required="< 99%")),
+        ("prefix.one_word", lambda run: entry(run, "prefix.one_word")["parts"][0].update(required="< 99%")),
+        ("prefix.one_word", lambda run: entry(run, "prefix.one_word")["parts"][0].update(what="another")),
+        ("noise_floor.decode_device", lambda run: run["noise_floor"].update(decode_device=0.4)),
     ],
 )
 def test_a_bar_gets_lower_only_by_name(id, change):
@@ -308,9 +328,50 @@ def test_an_undecided_verdict_leaves_a_decided_one_standing_and_is_settled_by_on
     assert entry(accept.accepted(RUN, kept(undecided)).baseline, "prefix.prefill_1484")["verdict"] == "HOLDS"
 
 
+def test_an_undecided_verdict_under_another_limit_is_no_excuse_for_the_limit():
+    looser = changed(
+        RUN, lambda run: entry(run, "prefix.prefill_1484").update(verdict="INCONCLUSIVE", required=">= 1x")
+    )
+    found = accept.accepted(looser, kept(RUN))
+    assert {c.key[0] for c in found.unnamed([])} == {"prefix.prefill_1484"}
+    assert entry(found.baseline, "prefix.prefill_1484")["verdict"] == "INCONCLUSIVE"
+
+
 def test_a_noisier_day_is_no_reason_to_tolerate_more():
     found = _accepted(lambda run: run["noise_floor"].update(prefill_wall=0.4, decode_wall=NOISIEST + 1))
     assert found.baseline["noise_floor"] == {"prefill_wall": 0.02, "prefill_device": 0.01}
+
+
+@pytest.mark.parametrize("idle", [0.7, None])
+def test_by_what_a_cell_is_judged_gets_no_weaker_by_accepting(idle):
+    def faster(run: Any) -> None:
+        entry(run, "batching.1.prefill").update(device_s=[0.08], host_bound=idle)
+        entry(run, "batching.1.prefill")["figures"].update(device_s_noise=0.5)
+        entry(run, "yardstick.prefill")["figures"].update(cpu_over_yardstick=0.7, cpu_over_yardstick_noise=0.4)
+
+    found = _accepted(faster).baseline
+    assert entry(found, "batching.1.prefill")["device_s"] == [0.08]
+    assert entry(found, "batching.1.prefill")["host_bound"] == pytest.approx(0.1)
+    assert "device_s_noise" not in entry(found, "batching.1.prefill")["figures"]
+    assert entry(found, "yardstick.prefill")["figures"]["cpu_over_yardstick"] == pytest.approx(0.7)
+    assert entry(found, "yardstick.prefill")["figures"]["cpu_over_yardstick_noise"] == 0.01
+
+
+def test_accepting_says_that_no_time_is_gated_yet_and_that_the_yardstick_is_new(tmp_path, capsys):
+    card = tmp_path / "card.json"
+
+    def of_a_cpu(run: Any) -> None:
+        run["machine"].update(device="cpu")
+        run["cells"] = [cell | {"device_s": None} for cell in run["cells"]]
+
+    gated = changed(RUN, of_a_cpu)
+    ungated = changed(gated, lambda run: run["cells"].remove(entry(run, "yardstick.prefill")))
+    assert main(["accept", str(written(ungated, tmp_path / "run.json")), "--to", str(card)]) == 0
+    assert "no time is gated yet" in capsys.readouterr().out
+    assert main(["accept", str(written(gated, tmp_path / "run.json")), "--to", str(card)]) == 0
+    said = capsys.readouterr().out
+    assert "changes yardstick.prefill (eager) cell" in said
+    assert "no time" not in said
 
 
 def test_accepting_prints_each_change_and_writes_only_what_was_named(tmp_path, capsys):

@@ -396,6 +396,45 @@ def test_an_upper_bound_shows_that_chats_fit_and_never_that_they_do_not():
     assert not many.bigger_gpu.buy
 
 
+def test_a_cpu_says_that_chats_are_counted_on_a_gpu_and_answers_the_rest():
+    quant = _cell("quant.fp32", precision="fp32", bytes={"storages": 2e7}, tpot_s=0.02, ttft_s=0.03)
+    run = _run([_row(1, 0.02, ttft_s=4.0), quant], device="cpu")
+    assert "counted on a GPU only" in diagnose(run).path[-1].evidence
+    chats = diagnose(run, Targets(chats=4))
+    assert any("-m gpu" in note.command and "GPU only" in note.why for note in chats.untold)
+    assert not chats.bigger_gpu.buy
+    assert "takes a run on a GPU to tell" in chats.bigger_gpu.reason
+    both = diagnose(run, Targets(chats=4, ttft_s=0.3)).bigger_gpu
+    assert both.reason == diagnose(run, Targets(ttft_s=0.3)).bigger_gpu.reason
+    assert "13.3x better" in both.reason
+
+
+def test_a_batch_whose_rows_ran_one_after_another_is_not_promised_as_paired():
+    rows = [_row(1, 0.02), _row(16, 0.022)]
+    for row in rows:
+        row["wall_s"] = [row["figures"]["e2e_s"], 1.01 * row["figures"]["e2e_s"]]
+    fix = _fix(diagnose(_run(rows), Targets(throughput_per_s=100)), "16 chats")
+    assert re.fullmatch(r"14\.\dx, from unpaired rows", fix.gain.text)
+    assert fix.reaches is Reach.MAYBE
+    paired = _run(rows, [_claim("batching.throughput", 14.5, [14.1, 14.8])])
+    fix = _fix(diagnose(paired, Targets(throughput_per_s=100)), "16 chats")
+    assert fix.gain.text == "14.5x [14.1, 14.8]"
+    assert fix.reaches is Reach.ENOUGH
+
+
+@pytest.mark.parametrize(
+    ("larger_s", "floor", "why"), [(0.022, 0.21, "noise floor is 21%"), (0.013, 0.1, "a token came faster")]
+)
+def test_a_batch_whose_rows_say_nothing_about_each_other_is_not_offered(larger_s, floor, why):
+    run = _run([_row(1, 0.02), _row(16, larger_s)], noise_floor={"decode_wall": floor})
+    told = diagnose(run)
+    assert "16 chats" not in " ".join(_names(told))
+    assert "can't be told" in told.path[2].answer
+    assert any(why in note.why for note in told.untold)
+    bought = diagnose(run, Targets(throughput_per_s=1e4)).bigger_gpu
+    assert not bought.buy, "what isn't known may be enough"
+
+
 def test_a_batch_that_breaks_another_target_is_not_offered():
     rows = [_row(1, 0.01), _row(8, 0.012), _row(64, 0.04)]
     told = diagnose(_run(rows), Targets(tpot_s=0.02, throughput_per_s=2000))
@@ -440,7 +479,10 @@ def test_more_cards_come_last_and_with_their_measured_gain():
 
 
 def test_more_cards_are_not_named_where_one_tuned_replica_is_enough():
-    assert "replicas" not in _names(diagnose(_two_gpus(), Targets(throughput_per_s=500)))
+    run, targets = _two_gpus(), Targets(throughput_per_s=500)
+    assert "replicas" in _names(diagnose(run, targets)), "rows that ran one after another are not sure to be enough"
+    run["claims"].append(_claim("batching.throughput", 15.9, [15.7, 16.0]))
+    assert "replicas" not in _names(diagnose(run, targets))
     assert "replicas" in _names(diagnose(_two_gpus(), Targets(throughput_per_s=50_000)))
 
 

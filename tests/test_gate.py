@@ -35,6 +35,7 @@ from benchmarks.gate import (
     confirmed,
     doubtful,
     summary,
+    times_to_come,
 )
 from benchmarks.gate.rules import CLAIMED, RULES, figures, rule_of
 from benchmarks.ledger import Cell
@@ -102,14 +103,42 @@ def test_what_is_red_says_both_figures_the_rule_and_what_was_tolerated():
         assert part in line
 
 
-@pytest.mark.parametrize("side", ["run", "baseline"])
-def test_the_noise_that_either_side_measured_is_tolerated_and_said(side):
-    noisy = changed(RUN, lambda run: run["noise_floor"].update(prefill_device=0.2))
-    slower = _times("batching.1.prefill", "device_s", "", 1.1)
+def _noisy(name: str, floor: float) -> Run:
+    return changed(RUN, lambda run: run["noise_floor"].update({name: floor}))
+
+
+def _beside(here: Run, there: Run, id: str, metric: str, engine: str = "eager") -> Finding:
+    (found,) = [f for f in compare(here, there) if (f.id, f.engine, f.metric) == (id, engine, metric)]
+    return found
+
+
+@pytest.mark.parametrize(("side", "factor"), [("run", 1.05), ("baseline", 1.1)])
+def test_the_noise_that_either_side_measured_is_tolerated_and_said(side, factor):
+    noisy = _noisy("prefill_device", 0.2)
+    slower = _times("batching.1.prefill", "device_s", "", factor)
     here, there = (changed(noisy, slower), RUN) if side == "run" else (changed(RUN, slower), noisy)
-    (found,) = [f for f in compare(here, there) if f.id == "batching.1.prefill" and f.metric == "device_s"]
+    found = _beside(here, there, "batching.1.prefill", "device_s")
     assert found.outcome is Outcome.SAME
     assert "a loss of 3% would not show" in found.said
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda run: run["noise_floor"].update(prefill_device=0.5),
+        lambda run: entry(run, "batching.1.prefill")["figures"].update(device_s_noise=0.5),
+    ],
+)
+def test_a_run_cannot_excuse_its_own_loss_by_its_own_noise(noise):
+    slower = changed(changed(RUN, noise), _times("batching.1.prefill", "device_s", "", 1.3))
+    assert _beside(slower, RUN, "batching.1.prefill", "device_s").red
+
+
+def test_another_engine_is_held_to_noise_of_its_own():
+    slower = _times("batching.1.decode", "device_s", "", 1.2, "graph")
+    for name, red in (("decode_device", True), ("graph.decode_device", False)):
+        noisy = _noisy(name, 0.4)
+        assert _beside(changed(noisy, slower), noisy, "batching.1.decode", "device_s", "graph").red is red
 
 
 def test_wall_times_of_the_host_are_reported_and_never_red():
@@ -123,6 +152,13 @@ def test_the_wall_time_of_a_phase_that_keeps_the_card_busy_is_gated_widely():
         for f in (1.2, 1.4)
     ]
     assert outcomes == [Outcome.SAME, Outcome.WORSE]
+
+
+@pytest.mark.parametrize("idle", [0.9, None])
+def test_a_run_cannot_free_its_wall_time_by_saying_that_its_host_is_slow(idle):
+    slow = changed(RUN, _times("batching.1.prefill", "wall_s", "", 2))
+    entry(slow, "batching.1.prefill")["host_bound"] = idle
+    assert _beside(slow, RUN, "batching.1.prefill", "wall_s").red
 
 
 def test_a_fall_back_to_math_is_named():
@@ -191,6 +227,20 @@ def test_how_far_a_search_by_the_clock_went_is_no_loss():
     assert not [f for f in (*compare(less, RUN), *compare(RUN, less)) if f.red]
 
 
+def test_only_a_searched_cell_may_say_that_it_is_one():
+    there = changed(RUN, lambda run: entry(run, "batching.1").update(phase="curve"))
+    less = changed(RUN, _without("cells", "batching.1"))
+    assert [f.id for f in (*compare(less, there), *compare(there, less)) if f.red] == ["batching.1"] * 2
+
+
+def test_a_yardstick_that_the_baseline_lacks_is_no_loss_but_one_that_went_is():
+    less = changed(RUN, _without("cells", "yardstick.prefill"))
+    assert not [f for f in compare(RUN, less) if f.red]
+    assert "gated from the next accepted gated run on" in times_to_come(compare(RUN, less))[0]
+    assert times_to_come(compare(RUN, RUN)) == []
+    assert [f.id for f in compare(less, RUN) if f.red] == ["yardstick.prefill"]
+
+
 def test_a_figure_missing_from_either_side_is_red_by_its_name():
     less = changed(RUN, lambda run: entry(run, "batching.1")["bytes"].pop("peak"))
     for here, there, outcome in ((less, RUN, Outcome.MISSING), (RUN, less, Outcome.NEW)):
@@ -240,6 +290,56 @@ def test_a_ratio_is_worse_once_its_interval_has_left_the_baselines_behind():
     }
     for span, outcome in spans.items():
         assert _found(to(*span), "prefix.prefill_1484", "full over cached").outcome is outcome
+
+
+def _parts_of(id: str, **new: object) -> Callable[[Run], object]:
+    return lambda run: entry(run, id)["parts"][0].update(new)
+
+
+@pytest.mark.parametrize("id", ["prefix.one_word", "prefix.prefill_1484"])
+def test_another_limit_is_red_at_once_although_the_verdict_is_the_same(id):
+    looser = changed(RUN, lambda run: entry(run, id).update(required=">= 0.001x"))
+    (red,) = [f for f in compare(looser, RUN) if f.red]
+    assert (red.id, red.metric, red.outcome, red.timed) == (id, "required", Outcome.CHANGED, False)
+    assert "0.001x, in the baseline" in red.said
+
+
+def test_another_limit_of_what_neither_side_judged_waits_for_a_verdict():
+    looser = changed(RUN, lambda run: entry(run, "batching.memory").update(required=">= 0.001x"))
+    assert not [f for f in compare(looser, RUN) if f.red]
+    entry(looser, "batching.memory").update(verdict="HOLDS")
+    assert [f.metric for f in compare(looser, RUN) if f.red] == ["verdict", "required"]
+
+
+def test_another_limit_of_a_part_alone_is_red():
+    looser = changed(RUN, _parts_of("prefix.prefill_1484", required=">= 0.001x"))
+    assert [(f.id, f.metric) for f in compare(looser, RUN) if f.red] == [("prefix.prefill_1484", "required")]
+
+
+def test_a_part_that_goes_or_comes_or_is_renamed_is_red_by_its_name():
+    less = changed(RUN, lambda run: entry(run, "prefix.prefill_1484")["parts"].clear())
+    other = changed(RUN, _parts_of("prefix.prefill_1484", what="x"))
+    for here, there, outcomes in (
+        (less, RUN, {"full over cached": Outcome.MISSING}),
+        (RUN, less, {"full over cached": Outcome.NEW}),
+        (other, RUN, {"full over cached": Outcome.MISSING, "x": Outcome.NEW}),
+    ):
+        assert {f.metric: f.outcome for f in compare(here, there) if f.red} == outcomes
+
+
+@pytest.mark.parametrize("id", ["prefix.prefill_1484", "quant.not_always_faster"])
+def test_a_claim_by_the_clock_that_has_no_figure_any_more_is_red_when_no_look_has_one(id):
+    def lose(run: Run) -> None:
+        lost = {"verdict": "INCONCLUSIVE", "observed": None, "interval": [None, None]}
+        entry(run, id).update(lost)
+        entry(run, id)["parts"][0].update(lost, problem="a sample is zero")
+
+    lost = compare(changed(RUN, lose), RUN)
+    assert (id, "eager") in doubtful(lost, RUN)
+    (red,) = [f for f in confirmed([lost] * LOOKS) if f.red]
+    assert (red.id, red.outcome) == (id, Outcome.CHANGED)
+    assert "a sample is zero" in red.said
+    assert not [f for f in confirmed([lost, lost, compare(RUN, RUN)]) if f.red]
 
 
 # Measured again -------------------------------------------------------------------------------------------------------
@@ -300,6 +400,20 @@ def test_markdown_shows_the_findings_and_nothing_else_of_them():
     assert "&lt;script&gt;" in shown
     assert "<script>" not in shown
     assert shown.count("<table>") == 1
+
+
+def test_a_station_of_which_nothing_is_left_is_one_line_and_one_annotation():
+    gone = {kind: [e for e in RUN[kind] if e["station"] != "batching"] for kind in ("claims", "cells")}
+    judged = Judgement("card.json", tuple(compare(changed(RUN, lambda run: run.update(gone)), RUN)))
+    assert sum(f.outcome is Outcome.MISSING for f in judged.findings) == 4
+    (line,) = [line for line in summary.lines(judged, "accept") if line.startswith("missing")]
+    assert line.startswith("missing: batching (eager, graph) station: 4 cells in the baseline")
+    assert len(summary.github_errors(judged)) == 1
+    assert summary.markdown(judged, "accept").count("| missing |") == 1
+    partly = Judgement("card.json", tuple(compare(changed(RUN, _without("cells", "batching.1")), RUN)))
+    assert [line.split(" (")[0] for line in summary.lines(partly, "") if line[:7] == "missing"] == [
+        "missing: batching.1"
+    ]
 
 
 # In a test run --------------------------------------------------------------------------------------------------------
@@ -410,6 +524,13 @@ def test_a_run_like_its_baseline_is_green(known, pace, tmp_path):
     assert ran.gate[0].startswith("GREEN against ")
     assert json.loads((tmp_path / "r" / "run.json").read_text())["gate"]["word"] == "GREEN"
     assert pace.calls == 1
+
+
+def test_a_first_gated_run_after_a_plain_one_was_accepted_is_green_and_says_what_is_to_come(known, pace, tmp_path):
+    plain = changed(json.loads(known.read_text()), lambda run: run.update(cells=[]))
+    ran = _ran(tmp_path / "r", "--baseline", written(plain, tmp_path / "plain.json"))
+    assert ran.code == 0, ran.said
+    assert "remark: the baseline has no times of this CPU" in ran.gate[1]
 
 
 def test_a_loss_in_every_look_is_red_and_named_in_junit_summary_and_annotations(known, pace, tmp_path, monkeypatch):

@@ -313,6 +313,28 @@ def test_bad_batches_and_steps_are_refused() -> None:
         engine.rewind(state, 5)
 
 
+def test_no_row_is_rewound_below_nothing() -> None:
+    engine = engine_of(tiny(**SHAPES["qwen2"]), 2)
+    state = engine.step(engine.prefill(prompt_of(2, 9)))
+    with pytest.raises(ValueError, match="1 tokens were read since the prefill of rows of unequal length"):
+        engine.rewind(state, 2)
+    assert engine.held.lengths.tolist() == [3, 10]
+    engine.rewind(state, 1)
+    assert engine.held.lengths.tolist() == [2, 9]
+
+
+def test_a_state_rewound_beyond_its_last_step_wants_to_be_told_its_tokens() -> None:
+    engine = engine_of(tiny(**SHAPES["qwen2"]), 1)
+    prompt = prompt_of(9)
+    state = engine.prefill(prompt)
+    wanted = state.next_tokens.tolist()
+    state = engine.rewind(state, 1)
+    for use in (lambda: state.next_tokens, lambda: state.logits, lambda: engine.step(state)):
+        with pytest.raises(RuntimeError, match="tell its step the tokens"):
+            use()
+    assert engine.step(state, prompt.ids[:, -1]).next_tokens.tolist() == wanted
+
+
 def test_a_state_of_the_past_is_refused() -> None:
     engine = engine_of(tiny(**SHAPES["qwen2"]), 1)
     first = engine.prefill(prompt_of(4))

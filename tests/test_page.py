@@ -213,7 +213,8 @@ def test_the_finding_says_nothing_of_what_was_not_measured(t4):
         for claim in cpu["claims"]
     ]
     assert finding(series_of([cpu])) == (
-        "No card here, the CPU did all the work; 16 chats at once gave 14.7x the tokens per second of one."
+        "No card here, the CPU did all the work; 16 chats at once gave about 14.7x the tokens per second of one, from "
+        "unpaired rows."
     )
     cpu["cells"] = []
     assert (
@@ -230,6 +231,28 @@ def test_a_busy_card_is_not_excused(h200):
             cell["host_bound"] = 0.04
     assert "the card itself is what one chat waits for" in finding(series_of([busy]))
     assert "bigger" not in finding(series_of([busy]))
+
+
+@pytest.mark.parametrize("idle", [5.0, -0.2, 1.01])
+def test_what_is_no_share_is_no_finding(h200, idle):
+    odd = copy.deepcopy(dict(h200))
+    for cell in odd["cells"]:
+        if cell["id"] == "batching.1.decode":
+            cell["host_bound"] = idle
+    assert "idle" not in finding(series_of([odd]))
+    assert "bigger" not in finding(series_of([odd]))
+
+
+def test_rows_that_say_nothing_about_each_other_make_no_finding(t4):
+    cpu = {**t4, "machine": {**t4["machine"], "device": "cpu"}, "claims": [], "noise_floor": {"decode_wall": 0.45}}
+    assert "what 16 chats at once gain can't be told" in finding(series_of([cpu]))
+    assert "noise floor is 45%" in finding(series_of([cpu]))
+    assert "tokens per second of one" not in finding(series_of([cpu]))
+    fell = copy.deepcopy({**cpu, "noise_floor": {"decode_wall": 0.1}})
+    assert "about 14.7x" in finding(series_of([fell]))
+    last = next(cell for cell in fell["cells"] if cell["id"] == "batching.16")
+    last["figures"]["tpot_s"] /= 2
+    assert "a token came faster in a larger batch" in finding(series_of([fell]))
 
 
 def _two_engines(run):
@@ -275,6 +298,39 @@ def test_runs_of_one_machine_are_told_apart(h200):
     same = _small(h200, "speculation")
     text = page([same, same])
     assert all(f">NVIDIA H200 #{place}</h2>" in text for place in (1, 2))
+
+
+def _called(run, name, verdict):
+    return {
+        **run,
+        "machine": {**run["machine"], "name": name},
+        "claims": [{**claim, "verdict": verdict, "parts": []} for claim in run["claims"]],
+    }
+
+
+@pytest.mark.parametrize("names", [("A", "A, eager"), ("A", "A", "A #2"), ("A, eager #1", "A", "A, eager")])
+def test_no_verdict_of_one_run_lands_in_anothers_column(h200, names):
+    words = (Word.HOLDS, Word.REFUTED, Word.INCONCLUSIVE)
+    runs = [_called(_small(h200, "batching"), *of) for of in zip(names, words, strict=False)]
+    two = runs[names.index("A")]
+    two["claims"] = [*two["claims"], *({**claim, "engine": "graph"} for claim in two["claims"])]
+    own = series_of(runs)
+    assert len({one.label for one in own}) == len(own) == len(names) + 1
+    assert len({one.run_label for one in own}) == len(names)
+    for view in page_module._claims("batching", own):
+        columns = [view.by_label[one.label].badge.word for one in own if one.label in view.by_label]
+        assert columns == [one.claims[view.key]["verdict"] for one in own if view.key in one.claims]
+        assert len(view.judged) == len(columns)
+
+
+def test_long_names_of_machines_and_engines_stay_rows_of_their_own(h200):
+    run = _small(h200, "prefix")
+    run["machine"] = {**run["machine"], "name": "a machine of a very long name indeed, 40"}
+    run["rig"] = {**run["rig"], "name": "a rig of a rather long name"}
+    runs = [run, {**run, "rig": {**run["rig"], "name": "a rig of a rather long namf"}}]
+    (table, *_) = page_module._tables("prefix", series_of(runs))
+    assert len({row[:2] for row in table.rows}) == len(table.rows)
+    assert len({row[1] for row in table.rows}) == 2
 
 
 def test_the_article_is_beside_every_run_once(h200, t4):
@@ -453,6 +509,11 @@ def test_samples_are_shown_only_where_their_middle_is_the_observed_figure(h200):
     lying = copy.deepcopy(claim)
     lying["parts"][0]["observed"] = 12.0
     assert strips(lying) == []
+    endless = copy.deepcopy(claim)
+    sides = list(endless["parts"][0]["raw"].values())
+    most = max(range(10), key=lambda n: sides[0][n] / sides[1][n])  # so that the middle stays
+    sides[0][most], sides[1][most] = 1e299, 1e-299
+    assert strips(endless) == [], "a round without a finite ratio has no place on an axis"
     counted = next(c for c in h200["claims"] if c["id"] == "quant.int8_memory")
     assert strips(counted) == []
 
@@ -469,6 +530,8 @@ def test_a_cached_prefix_pays_from_where_the_curves_cross():
 def test_a_slope_is_the_exponent_of_the_last_doubling():
     assert slope([Point(x, 3e-9 * x**2) for x in (512, 1024, 2048)]) == pytest.approx(2)
     assert slope([Point(512, 1.0)]) is None
+    assert slope([Point(512, 1e290), Point(1024, 1e-290)]) == pytest.approx(-580 * math.log2(10)), "whose quotient is 0"
+    assert slope([Point(512, 0.0), Point(1024, 1.0)]) is None
 
 
 @given(alpha=st.floats(0.01, 0.99), gamma=st.integers(1, 10), c=st.floats(0.01, 2))

@@ -226,6 +226,39 @@ def test_a_full_and_a_cached_prefill_stand_in_one_row(run):
     assert line.split()[-7:] == ["22.1", "20.4", "1.08x", "880", "880", "900", "900"]
 
 
+def test_notes_of_a_full_and_a_cached_prefill_say_whose_they_are(run):
+    cells = {cell["id"]: cell for cell in run["cells"]}
+    for side, regime in (("full", "compute-bound"), ("cached", "overhead-bound")):
+        cells[f"prefix.0.{side}"]["note"] = f"prefill {regime}, decode memory-bound"
+    told = "full: prefill compute-bound, decode memory-bound; cached: prefill overhead-bound, decode memory-bound"
+    assert f"note: {told}" in " ".join(_text(run, 200).split())
+    cells["prefix.0.full"]["note"] = cells["prefix.0.cached"]["note"]
+    assert "note: prefill overhead-bound, decode memory-bound" in " ".join(_text(run, 200).split())
+
+
+def test_a_turning_point_that_was_not_seen_is_a_note_and_no_table(run):
+    point = {**run["cells"][0], "phase": "curve", "id": "batching.curve.1", "figures": {"tpot_s": 0.02}, "kernels": {}}
+    turned = {**point, "phase": "turning_point", "id": "batching.curve", "figures": {}, "bytes": {}, "wall_s": None}
+    turned["unavailable"] = {"no_longer_cheap_at_users": "the budget was over"}
+    run["cells"] += [point, turned]
+    text = _text(run)
+    assert "[turning point" not in text
+    assert "no longer cheap at users: the budget was over" in " ".join(text.split())
+    turned["figures"] = {"no_longer_cheap_at_users": 8}
+    assert "[turning point" in _text(run)
+
+
+def test_a_large_share_is_written_in_digits(run):
+    run["noise_floor"] = {"decode_wall": 1.4, "prefill_wall": 0.034, "request_wall": 23.456}
+    run["cells"][0]["figures"]["decode_host_bound"] = 12.34
+    text = _text(run)
+    assert "decode wall 140%" in text
+    assert "prefill wall 3.4%" in text
+    assert "request wall 2,346%" in text
+    assert "1,234%" in text
+    assert "e+0" not in text
+
+
 def test_each_precision_shows_its_memory_over_the_one_that_is_not_quantized(run):
     for precision, held in (("fp16", 3.0e9), ("int8", 1.77e9)):
         held_by = {"bytes": {"storages": held}}
@@ -338,6 +371,15 @@ def test_both_engines_of_a_claim_stand_under_its_name(run, tmp_path):
         "eager engine: 1 HOLDS, 3 REFUTED, 2 INCONCLUSIVE, 2 NOT JUDGED",
         "graph engine: 1 HOLDS, 1 REFUTED, 0 INCONCLUSIVE, 6 NOT JUDGED",
     ]
+
+
+def test_a_cpu_has_no_graph_engine_to_name(run):
+    _also_by_graph(run)
+    assert "eager and graph engines" in " ".join(_text(run).split())
+    run["machine"]["device"] = "cpu"
+    assert "eager engine (graphs need CUDA)" in " ".join(_text(run).split())
+    run["claims"][-1]["verdict"] = "HOLDS"
+    assert "eager and graph engines" in " ".join(_text(run).split())
 
 
 def test_engines_that_agree_have_no_difference_to_explain(run):
@@ -513,6 +555,8 @@ def _refused(tmp_path, content):
         ('{"schema_version": NaN}', "NaN is no number"),
         ('{"schema_version": 1}', "the run has no suite_version"),
         ('{"schema_version": 1, "x": 1e999}', "too large"),
+        ('{"schema_version": 1, "x": 1.7e308}', "too large or too small to be a figure, 1.7e+308"),
+        ('{"schema_version": 1, "x": -1e-320}', "too large or too small"),
         ('{"schema_version": 1, "x": ' + "9" * 400 + "}", "64 bits"),
         ('{"schema_version": 1, "x": ' + "9" * 5000 + "}", "not whole JSON"),
         ('{"schema_version": 1, "x": ' + "[" * 50 + "1" + "]" * 50 + "}", "nested too deeply"),
@@ -573,6 +617,17 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(tmp_path, run, place, valu
         inner = inner[key]
     inner[place[-1]] = value
     assert str(place[-1]) in _refused(tmp_path, json.dumps(broken))
+
+
+@pytest.mark.parametrize("kind", ["claims", "cells"])
+def test_what_stands_twice_is_refused(tmp_path, run, kind):
+    path = tmp_path / "run.json"
+    run[kind].append({**run[kind][2], "engine": "another"})
+    path.write_text(json.dumps(run), encoding="utf-8")
+    read_run(path)
+    run[kind].append(dict(run[kind][2]))
+    said = _refused(tmp_path, json.dumps(run))
+    assert f"{kind}[2] and {kind}[{len(run[kind]) - 1}] are both {run[kind][2]['id']} of engine" in said
 
 
 def test_every_field_is_checked_or_not_used(tmp_path, run):

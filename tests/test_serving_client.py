@@ -279,6 +279,24 @@ def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:
         Endpoint.of(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host/v1?key=SECRET",
+        "http://host:notaport/v1?key=SECRET",
+        "http://host/SECRET/v1#x",
+        "ftp://host/v1?u=http://SECRET",
+        "http://user:SECRET@[::1/v1",
+        "http://user:SE/SECRET@host/v1",
+        "host?key=SECRET",
+    ],
+)
+def test_a_refused_address_echoes_no_secret(url: str) -> None:
+    with pytest.raises(ServerError) as refused:
+        Endpoint.of(url)
+    assert "SE" not in str(refused.value)
+
+
 def test_a_key_travels_only_where_nobody_reads_it() -> None:
     with pytest.raises(ServerError, match="https"):
         Endpoint.of("http://example.org/v1", KEY)

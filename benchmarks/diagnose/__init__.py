@@ -92,12 +92,17 @@ def _bigger_gpu(seen: Evidence, targets: Targets, found: Sequence[Finding]) -> B
     at_most = amdahl(share, 2.0) if share is not None else None
     what = "machine" if seen.on_cpu else "card"
     unmet = [finding for finding in found if finding.asked and finding.step.lit]
-    unknown = [finding.question for finding in found if finding.asked and not finding.known]
+    untold = [finding for finding in found if finding.asked and not finding.known]
+    # No run on a CPU tells how many chats fit: what the others tell must not wait for it.
+    beyond_cpu = [finding for finding in untold if seen.on_cpu and finding.metric is Metric.CHATS]
+    unknown = [finding.question for finding in untold if finding not in beyond_cpu]
     stuck = [finding for finding in unmet if finding.together < (finding.needed or 1.0)]
     if not targets.given:
         why = f"no target was given, so nothing says that this {what} is too slow"
     elif unknown:
         why = f"first it has to be known: {' '.join(unknown)} (the commands above tell)"
+    elif not unmet and beyond_cpu:
+        why = "whether the chats fit takes a run on a GPU to tell, and no other target is missed"
     elif not unmet:
         return BiggerGpu(False, "every target is met: there is nothing to buy", at_most)
     elif not stuck:

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.claims import format_figure
 from benchmarks.estimates import median_interval
+from benchmarks.series import not_comparable
 from benchmarks.tables import finite, plain
 
 QUANTIZED = ("int8", "nf4")
@@ -26,6 +27,7 @@ class Kind(StrEnum):
     MEASURED = "measured"
     COMPUTED = "computed"
     AT_MOST = "at most"
+    UNPAIRED = "from unpaired rows"
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Evidence:
         machine, rig, roofline = run["machine"], run["rig"], run.get("roofline")
         self._device = machine["device"]
         self.memory_bytes = positive(machine["memory_bytes"])
+        self._run = run
         self.trained = rig["weights"] != "random"
         roofs = roofline if isinstance(roofline, Mapping) else {}
         self.bandwidth_bytes_per_s = positive(roofs.get("bandwidth_bytes_per_s"))
@@ -223,6 +226,10 @@ class Evidence:
         table = self._served if self.at_server else [r for r in self._requests if r.id.startswith("batching.")]
         rows = [row for row in table if row.engine == engine and row.tokens_per_s]
         return sorted(rows, key=lambda row: row.batch_size)
+
+    def not_comparable(self, rows: Sequence[Request]) -> str:
+        """Why rows of a batching table say nothing about each other; "" where they do."""
+        return not_comparable(self._run, rows[0].engine, [row.decode.wall_s for row in rows if row.decode])
 
     def batch_curve(self, engine: str) -> list[Request]:
         """Decode alone by batch size, as the search for the end of cheap users measured it, smallest first."""

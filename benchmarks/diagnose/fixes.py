@@ -296,26 +296,35 @@ def _longer_prefix(seen: Evidence, rest: str) -> Fix | None:
 # Batching -------------------------------------------------------------------------------------------------------------
 
 
-def batching(seen: Evidence, tables: Sequence[Sequence[Request]]) -> Fix | None:
-    """The largest measured throughput over the smallest batch's of the same engine, in whichever table shows more.
+def batching(seen: Evidence, tables: Sequence[Sequence[Request]]) -> Fix | Untold | None:
+    """The largest measured throughput over the smallest batch's of the same engine, in whichever table shows more; why it
+    can't be told where only rows that say nothing about each other would.
 
     `tables` are an engine's requests and its decode curve, smallest batch first.
     """
-    found = [fix for rows in tables if (fix := _batching(seen, rows))]
-    return max(found, key=lambda fix: fix.gain.value, default=None)
+    found = [told for rows in tables if (told := _batching(seen, rows))]
+    fixes = [fix for fix in found if isinstance(fix, Fix)]
+    return max(fixes, key=lambda fix: fix.gain.value, default=next(iter(found), None))
 
 
-def _batching(seen: Evidence, rows: Sequence[Request]) -> Fix | None:
+def _batching(seen: Evidence, rows: Sequence[Request]) -> Fix | Untold | None:
     if len(rows) < 2:
         return None
     base, best = rows[0], max(rows, key=lambda row: row.tokens_per_s or 0.0)
     cap = rate_cap(base, best)
     gain = _rate_gain(base, best)
     claimed = seen.ratio("batching.throughput", base.engine)
-    if claimed and claimed.low is not None and base.e2e and (base.batch_size, best.batch_size) == (1, 16):
+    paired = base.e2e is not None and (base.batch_size, best.batch_size) == (1, 16)
+    sizes = f"--batch-sizes {base.batch_size},{best.batch_size},{2 * best.batch_size}"
+    command = SERVER if seen.at_server else suite(seen, "batching", sizes)
+    if claimed and paired:
         gain = claimed
-    if gain and base.e2e is None:
+    elif why := seen.not_comparable(rows):
+        return Untold(f"what {best.batch_size} chats in a batch gain", why, command)
+    elif gain and base.e2e is None:
         gain = replace(gain, kind=Kind.COMPUTED)  # requests have a prefill too, which the curve leaves out
+    elif gain:
+        gain = Gain(gain.value, kind=Kind.UNPAIRED)
     gain = gain.capped(cap) if gain else None
     if gain is None or not worth(gain):
         return None
@@ -335,8 +344,6 @@ def _batching(seen: Evidence, rows: Sequence[Request]) -> Fix | None:
         basis += "; measured while the card waits for its host, so less once it doesn't"
     if cheap := stops_being_cheap(rows):
         basis += f"; from batch {cheap} on a further user adds less than half of what the first one gets"
-    sizes = f"--batch-sizes {base.batch_size},{best.batch_size},{2 * best.batch_size}"
-    command = SERVER if seen.at_server else suite(seen, "batching", sizes)
     return Fix(f"serve {best.batch_size} chats in a batch", Metric.THROUGHPUT, gain, basis, command, cap)
 
 

@@ -150,7 +150,7 @@ class Finding:
         for fix in self.fixes:
             if fix.stage is Stage.SCALE_OUT or fix.metric in ASIDE:
                 continue
-            if fix.gain.kind is Kind.MEASURED:
+            if fix.gain.kind in (Kind.MEASURED, Kind.UNPAIRED):
                 measured = max(measured, fix.gain.value)
             if fix.either:
                 exclusive[fix.either] = max(fix.gain.value, exclusive.get(fix.either, 1.0))
@@ -282,7 +282,8 @@ def throughput(seen: Evidence, targets: Targets, first: Finding, each: Finding) 
         said.append(f"{_rates(every)} on engine {plain(engine, 40)}")
     if len(tables[0]) < len(every):
         said.append(f"the other targets and the memory leave {len(tables[0])} of {len(every)} measured batch sizes")
-    fixes: list[Fix | Untold | None] = [graph, batching(seen, tables), replicas(seen), *served(seen, Metric.THROUGHPUT)]
+    batch = batching(seen, tables)
+    fixes: list[Fix | Untold | None] = [graph, batch, replicas(seen), *served(seen, Metric.THROUGHPUT)]
     rising = _rising(every, curve) if len(tables[0]) == len(every) else ""
     if rising:
         last = max(row.batch_size for row in (*every, *curve))
@@ -301,6 +302,9 @@ def throughput(seen: Evidence, targets: Targets, first: Finding, each: Finding) 
     rates = [fastest_rate(row) for row in forms if row.batch_size in sizes_left]
     ceiling = max(rate or math.inf for rate in rates) / now
     unmeasured = rising or _unmeasured(finding.fixes)
+    if isinstance(batch, Untold):
+        unmeasured = f"{batch.what} can't be told: {batch.why}"
+        finding = replace(finding, known=finding.asked or bool(finding.fixes))
     return replace(finding, ceiling=ceiling if ceiling < math.inf else None, open_ended=unmeasured)
 
 
@@ -387,9 +391,13 @@ def memory(seen: Evidence, targets: Targets) -> Finding:
         said.append(f"a chat of {number(context_len)} tokens {gib(chat)}: {_whole(fit)} fit")
     elif most:
         said.append(f"a chat of {number(context_len)} tokens at most {gib(chat)}: at least {_whole(fit)} fit")
+    elif seen.on_cpu:
+        said.append("what a chat takes is counted on a GPU only")
     known = bool(exact) or fit >= chats  # an upper bound can show that they fit, and not that they don't
     if not known:
         why = "what a token takes in the KV cache isn't in the run" + (", but for an upper bound" if most else "")
+        if seen.on_cpu:
+            why, command = f"{why}; it is counted on a GPU only", "pytest myths/test_quantization.py -m gpu"
         notes = [Untold("how many chats fit", why, command), *notes]
     finding = Finding(
         "Memory full?", "; ".join(said), Metric.CHATS, tuple(fixes), tuple(notes), asked, known=known or not asked

@@ -22,7 +22,16 @@ Key = tuple[str, str]
 
 
 SEARCHED = "curve"
-"""The phase of cells that a search makes, which ends where the clock says so: one may have points that another lacks."""
+"""The phase of cells that a search makes, which ends where the clock says so: one may have points that another lacks.
+Their ids say so too: '.curve' is in each."""
+
+YARDSTICK = "yardstick"
+"""The station that only gated runs on a CPU measure."""
+
+MOST_OF_OWN = 2
+"""To how many times the tolerance of the baseline this run's own noise may raise it. More would let the run that is judged
+say what it is judged by; less would be red for a busy day: between days a card's device noise differed by 1.2x, that of
+its decode step by as much."""
 
 
 class Outcome(StrEnum):
@@ -71,10 +80,7 @@ class Finding:
 
 def compare(run: Run, baseline: Run) -> list[Finding]:
     """Every claim and every figure of both, in the baseline's order, new ones last. Both are as read_baseline gives them."""
-    floors = {
-        name: max(finite(one.get("noise_floor", {}).get(name)) or 0.0 for one in (run, baseline))
-        for name in {**run.get("noise_floor", {}), **baseline.get("noise_floor", {})}
-    }
+    floors = Floors(run.get("noise_floor", {}), baseline.get("noise_floor", {}))
     findings: list[Finding] = []
     for kind, beside in (("claims", _claim), ("cells", _cell)):
         here, there = ({(e["id"], e["engine"]): e for e in one[kind]} for one in (run, baseline))
@@ -83,7 +89,37 @@ def compare(run: Run, baseline: Run) -> list[Finding]:
     return findings
 
 
-Floors = Mapping[str, float]
+@dataclass(frozen=True)
+class Noise:
+    """Relative noise of one figure: what this run measured, and what was accepted with the baseline."""
+
+    own: float = 0.0
+    accepted: float = 0.0
+
+    def share(self, rule: Rule) -> float:
+        """What a rule tolerates of the baseline's figure: its own share or the accepted noise; this run's noise raises
+        that to MOST_OF_OWN times as much at most."""
+        if not rule.floors:
+            return rule.relative
+        tolerated = max(rule.relative, self.accepted)
+        return max(tolerated, min(self.own, MOST_OF_OWN * tolerated))
+
+    def beside(self, other: Noise) -> Noise:
+        """The larger of two."""
+        return Noise(max(self.own, other.own), max(self.accepted, other.accepted))
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The noise floors of both sides, by metric."""
+
+    own: Mapping[str, float | None]
+    accepted: Mapping[str, float | None]
+
+    def of(self, metric: str, engine: str) -> Noise:
+        """A metric's noise under an engine: metrics of another than the eager one bear its name."""
+        name = metric if engine == "eager" else f"{engine}.{metric}"
+        return Noise(finite(self.own.get(name)) or 0.0, finite(self.accepted.get(name)) or 0.0)
 
 
 def _claim(key: Key, here: Entry | None, there: Entry | None, floors: Floors) -> Iterable[Finding]:
@@ -100,16 +136,28 @@ def _claim(key: Key, here: Entry | None, there: Entry | None, floors: Floors) ->
     claim = CLAIMS.get(key[0])
     timed = claim is not None and claim.timing
     now, before = here["verdict"], there["verdict"]
+    judged = Word.NOT_JUDGED not in (now, before)
     if now == before:
         yield say(Outcome.SAME, now, timed)
     elif timed and Word.INCONCLUSIVE in (now, before):
         yield say(Outcome.INCONCLUSIVE, f"{now}, in the baseline {before}; {_observed(here)}", timed)
-    elif Word.NOT_JUDGED in (now, before):
+    elif not judged:
         yield say(Outcome.CHANGED, f"{now}, in the baseline {before}; {plain(here['reason'] or there['reason'], 160)}")
     else:
         yield say(Outcome.CHANGED, f"{now}, in the baseline {before}; {_observed(here)}", timed)
-    if claim is not None and Word.NOT_JUDGED not in (now, before):
-        yield from _parts(key, here, there, timed, floors.get(claim.noise or "", 0.0))
+    if (judged or now != before) and (limits := _limits(here, there)):
+        yield Finding(*key, "required", Outcome.CHANGED, f"{limits}: another limit")
+    if judged:
+        noise = floors.of(claim.noise, key[1]) if claim is not None and claim.noise is not None else Noise()
+        yield from _parts(key, here, there, timed, noise)
+
+
+def _limits(here: Entry, there: Entry) -> str:
+    """The limits that are not the baseline's, a claim's own or else those of its parts; empty when all are."""
+    before = {part["what"]: part for part in there["parts"]}
+    sides = [(here, there), *((part, before[part["what"]]) for part in here["parts"] if part["what"] in before)]
+    moved = [(a["required"], b["required"]) for a, b in sides if a["required"] != b["required"]]
+    return "".join(f"{plain(now, 160)}, in the baseline {plain(then, 160)}" for now, then in moved[:1])
 
 
 def _observed(claim: Entry) -> str:
@@ -123,23 +171,39 @@ def _observed(claim: Entry) -> str:
     return "; ".join([*said, *([plain(claim["reason"], 160)] if claim["reason"] else [])])
 
 
-def _parts(key: Key, here: Entry, there: Entry, timed: bool, floor: float) -> Iterable[Finding]:
-    """The figures behind a claim's verdict of which one way is a loss."""
-    before = {part["what"]: part for part in there["parts"]}
-    for part in here["parts"]:
-        better, old = CLAIMED.get((key[0], part["what"])), before.get(part["what"])
-        now, then = (_interval(one) if one is not None else None for one in (part, old))
-        if better is None or now is None or then is None:
-            continue
+def _parts(key: Key, here: Entry, there: Entry, timed: bool, noise: Noise) -> Iterable[Finding]:
+    """The parts of a claim's verdict: none may come, go or lose its figure, and of some one way is a loss."""
+    now, before = ({part["what"]: part for part in one["parts"]} for one in (here, there))
+    for what in dict.fromkeys([*before, *now]):
+        say = partial(Finding, *key, plain(what, 60))
+        if what not in now:
+            yield say(Outcome.MISSING, f"required {plain(before[what]['required'], 60)} in the baseline; not here")
+        elif what not in before:
+            yield say(Outcome.NEW, f"required {plain(now[what]['required'], 60)}; the baseline has no such part")
+        else:
+            yield from _part(say, CLAIMED.get((key[0], what)), now[what], before[what], timed, noise)
+
+
+def _part(
+    say: Callable[..., Finding], better: Better | None, here: Entry, there: Entry, timed: bool, noise: Noise
+) -> Iterable[Finding]:
+    now, then = _interval(here), _interval(there)
+    if then is None:
+        return
+    if now is None:
+        why = plain(here["problem"] or "no interval", 120)
+        yield say(Outcome.CHANGED, f"no figure: {why}; in the baseline {_span(then)}", timed)
+    elif better is None:
+        yield say(Outcome.SAME, f"{_span(now)}, in the baseline {_span(then)}", timed)
+    else:
         rule = replace(RATIO if timed else COUNTED, better=better)
         # The ends that are nearest to each other: only intervals apart by more than the tolerance differ.
         worse = (now[1], then[0]) if better is Better.HIGHER else (now[0], then[1])
         finer = (now[0], then[1]) if better is Better.HIGHER else (now[1], then[0])
-        outcome = _outcome(*worse, rule, floor)[0]
+        outcome = _outcome(*worse, rule, noise)[0]
         if outcome is not Outcome.WORSE:
-            outcome = Outcome.BETTER if _outcome(*finer, rule, floor)[0] is Outcome.BETTER else Outcome.SAME
-        said = f"{_span(now)}, in the baseline {_span(then)} ({rule.name}, {better})"
-        yield Finding(*key, part["what"], outcome, said, timed)
+            outcome = Outcome.BETTER if _outcome(*finer, rule, noise)[0] is Outcome.BETTER else Outcome.SAME
+        yield say(outcome, f"{_span(now)}, in the baseline {_span(then)} ({rule.name}, {better})", timed)
 
 
 def _interval(part: Entry) -> tuple[float, float] | None:
@@ -160,8 +224,11 @@ def _cell(key: Key, here: Entry | None, there: Entry | None, floors: Floors) -> 
             if there is None
             else (Outcome.MISSING, "in the baseline, and not measured by this run")
         )
-        searched = any(side is not None and side["phase"] == SEARCHED for side in (here, there))
-        yield say("cell", Outcome.REPORTED if searched else outcome, said)
+        phases = {side["phase"] for side in (here, there) if side is not None}
+        searched = SEARCHED in phases and f".{SEARCHED}" in key[0]
+        # A baseline of a run that was not gated has none, and a first gated run must not be red for that.
+        unasked = there is None and key[0].startswith(f"{YARDSTICK}.")
+        yield say("cell", Outcome.REPORTED if searched or unasked else outcome, said)
         return
     another = [
         f"{name} {shown(now)}, in the baseline {shown(then)}"
@@ -173,21 +240,22 @@ def _cell(key: Key, here: Entry | None, there: Entry | None, floors: Floors) -> 
         return
     now, before = (figures(one) for one in (here, there))
     for name in dict.fromkeys([*before, *now]):
-        rule = rule_of(name, here, there)
         if name not in now or name not in before:
             yield _one_sided(say, name, now.get(name), before.get(name), here, there)
         else:
-            yield _judged(say, name, now[name], before[name], rule, _floor(name, here, there, floors))
+            noise = _noise(name, here, there, floors)
+            yield _judged(say, name, now[name], before[name], rule_of(name, there), noise)
 
 
 def _one_sided(
     say: Callable[..., Finding], name: str, now: Figure | None, before: Figure | None, here: Entry, there: Entry
 ) -> Finding:
     """A figure that only one side has. Only of one that is never red may the other side say why it lacks it."""
-    rule = rule_of(name, here, there)
+    rule = rule_of(name, there)
     lacking = here if now is None else there
     why = plain(lacking["unavailable"].get(name.split(".")[-1]) or "", 120)
-    outcome = Outcome.REPORTED if why and not rule.gated else Outcome.MISSING if now is None else Outcome.NEW
+    excused = not rule.gated and (why or name.endswith("_noise"))  # noise is no figure, but what one is held to
+    outcome = Outcome.REPORTED if excused else Outcome.MISSING if now is None else Outcome.NEW
     sides = f"{_figure(now)}, in the baseline {_figure(before)}"
     return say(name, outcome, f"{sides}{': ' * bool(why)}{why}", outcome is Outcome.MISSING and rule.timed)
 
@@ -198,31 +266,33 @@ def _settings(here: Entry, there: Entry) -> Iterable[tuple[str, object, object]]
         yield name, here["workload"].get(name), there["workload"].get(name)
 
 
-def _floor(name: str, here: Entry, there: Entry, floors: Floors) -> float:
-    """The noise that either run measured for a figure: beside it, or as the floor of its phase."""
-    beside = [finite(one["figures"].get(f"{name.split('.')[-1]}_noise")) or 0.0 for one in (here, there)]
-    kind = "attention" if here["station"] == "attention" else here["phase"]
+def _noise(name: str, here: Entry, there: Entry, floors: Floors) -> Noise:
+    """The noise that each run measured for a figure: beside it, or as the floor of its phase, which the baseline says."""
+    beside = Noise(*(finite(one["figures"].get(f"{name.split('.')[-1]}_noise")) or 0.0 for one in (here, there)))
+    if YARDSTICK in name:
+        return beside
+    kind = "attention" if there["station"] == "attention" else there["phase"]
     clock = "device" if "device_s" in name else "wall"
-    return max(*beside, floors.get(f"{kind}_{clock}", 0.0) if "yardstick" not in name else 0.0)
+    return beside.beside(floors.of(f"{kind}_{clock}", there["engine"]))
 
 
-def _judged(say: Callable[..., Finding], name: str, now: Figure, before: Figure, rule: Rule, floor: float) -> Finding:
+def _judged(say: Callable[..., Finding], name: str, now: Figure, before: Figure, rule: Rule, noise: Noise) -> Finding:
     if isinstance(now, str) or isinstance(before, str):
         outcome = Outcome.SAME if now == before else Outcome.CHANGED
         return say(name, outcome, f"{_figure(now)}, in the baseline {_figure(before)}", rule.timed)
     beside = f"{_figure(now)}, in the baseline {_figure(before)}{_times(now, before)}"
     if not rule.gated:
         return say(name, Outcome.REPORTED, f"{beside} ({rule.name})")
-    outcome, tolerated = _outcome(now, before, rule, floor)
+    outcome, tolerated = _outcome(now, before, rule, noise)
     limit = f"tolerated {_figure(tolerated)}" + (f" or {100 * tolerated / abs(before):.3g}%" if before else "")
-    if rule.floors and floor > rule.relative:
+    if noise.share(rule) > rule.relative:
         limit += f", which is this machine's noise: a loss of {100 * rule.relative:g}% would not show"
     return say(name, outcome, f"{beside} ({rule.name}, {rule.better}, {limit})", rule.timed)
 
 
-def _outcome(now: float, before: float, rule: Rule, floor: float) -> tuple[Outcome, float]:
+def _outcome(now: float, before: float, rule: Rule, noise: Noise) -> tuple[Outcome, float]:
     """The outcome and what was tolerated, in the figure's unit."""
-    tolerated = max(max(rule.relative, floor if rule.floors else 0.0) * abs(before), rule.absolute)
+    tolerated = max(noise.share(rule) * abs(before), rule.absolute)
     gain = before - now if rule.better is Better.LOWER else now - before
     if abs(gain) <= tolerated:
         return Outcome.SAME, tolerated
@@ -241,6 +311,14 @@ def _figure(value: Figure | None) -> str:
 
 def _times(now: float, before: float) -> str:
     return f", {now / before:.3g}x" if before and now / before != 1 else ""
+
+
+def times_to_come(findings: Iterable[Finding]) -> list[str]:
+    """A line that says so where a CPU's times could not be gated, because the baseline was made by a run that wasn't."""
+    cells = (f for f in findings if f.metric == "cell" and f.outcome is Outcome.REPORTED)
+    if any(f.id.startswith(f"{YARDSTICK}.") for f in cells):
+        return ["the baseline has no times of this CPU: they are gated from the next accepted gated run on"]
+    return []
 
 
 # Measured again -------------------------------------------------------------------------------------------------------

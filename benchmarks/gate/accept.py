@@ -67,12 +67,13 @@ def accepted(run: Run, old: Run | None) -> Accepted:
     for finding in compare(fresh, before):
         by_key.setdefault(finding.key, []).append(finding)
     for key, findings in by_key.items():
-        found = [_change(f, fresh, before) for f in findings if f.outcome not in (Outcome.SAME, Outcome.REPORTED)]
-        changes += [change for change in found if change is not None]
+        if _undecided(key, findings, before):
+            _entry(fresh["claims"], key).update(_entry(before["claims"], key))
+            continue
+        told = [f for f in findings if f.outcome not in (Outcome.SAME, Outcome.REPORTED) or f.metric == "cell"]
+        changes += [_change(f, fresh, before) for f in told]
         _restore(fresh, before, key, findings)
-    for name, floor in before["noise_floor"].items():
-        known = [f for f in (finite(floor), finite(fresh["noise_floor"].get(name))) if f is not None]
-        fresh["noise_floor"][name] = min(known, default=None)  # a noisier day is no reason to tolerate more
+    changes += _keep_floors(fresh["noise_floor"], before["noise_floor"])
     return Accepted(fresh, tuple(changes))
 
 
@@ -85,13 +86,32 @@ def _first(fresh: Run) -> Iterable[Change]:
         yield Change((cell["id"], cell["engine"]), "cell: new")
 
 
-def _change(finding: Finding, fresh: Run, before: Run) -> Change | None:
-    """What a finding changes, None where an undecided verdict leaves a decided one standing."""
+def _undecided(key: Key, findings: Sequence[Finding], before: Run) -> bool:
+    """Whether a claim was left undecided by the clock alone: the decided verdict of the baseline stands."""
+    first = findings[0]
+    left_open = first.metric == "verdict" and first.outcome is Outcome.INCONCLUSIVE
+    by_clock = all(f.timed for f in findings if f.red)  # another limit or other parts are no noise
+    return left_open and by_clock and _entry(before["claims"], key)["verdict"] != Word.INCONCLUSIVE
+
+
+def _keep_floors(fresh: dict[str, float | None], before: Run) -> Iterable[Change]:
+    """Of each noise floor the lower, since a noisier day is no reason to tolerate more. One that the baseline lacks lets
+    more pass than before."""
+    for name in dict.fromkeys([*before, *fresh]):
+        now, then = finite(fresh.get(name)), finite(before.get(name))
+        fresh[name] = _least(now, then)
+        if now is not None and then is None:
+            yield Change((f"noise_floor.{name}", "every engine"), f"new, {now:.2%}: it is tolerated from now on", True)
+
+
+def _least(*values: object) -> float | None:
+    return min((number for value in values if (number := finite(value)) is not None), default=None)
+
+
+def _change(finding: Finding, fresh: Run, before: Run) -> Change:
     lowers = finding.outcome in (Outcome.WORSE, Outcome.CHANGED, Outcome.MISSING)
     if finding.metric == "verdict" and finding.outcome is not Outcome.MISSING and finding.outcome is not Outcome.NEW:
         old, new = (_entry(one["claims"], finding.key)["verdict"] for one in (before, fresh))
-        if finding.outcome is Outcome.INCONCLUSIVE and old != Word.INCONCLUSIVE:
-            return None
         lowers = old == Word.HOLDS or new == Word.NOT_JUDGED
     return Change(finding.key, f"{finding.metric}: {finding.outcome}, {finding.said}", lowers)
 
@@ -101,16 +121,23 @@ def _entry(entries: Sequence[dict[str, Any]], key: Key) -> dict[str, Any]:
 
 
 def _restore(fresh: Run, before: Run, key: Key, findings: Sequence[Finding]) -> None:
-    """Put back the baseline's own record of what has not changed: a claim whole, a cell's figures one by one."""
+    """Put back the baseline's own record of what has not changed: a claim whole, a cell's figures one by one. By what a
+    cell's figures are judged gets no weaker."""
     if findings[0].metric == "verdict":
-        undecided = findings[0].outcome is Outcome.INCONCLUSIVE
-        kept_word = undecided and _entry(before["claims"], key)["verdict"] != Word.INCONCLUSIVE
-        if kept_word or all(f.outcome is Outcome.SAME for f in findings):
+        if all(f.outcome is Outcome.SAME for f in findings):
             _entry(fresh["claims"], key).update(_entry(before["claims"], key))
         return
+    if findings[0].metric in ("cell", "workload"):
+        return
+    new, old = (_entry(one["cells"], key) for one in (fresh, before))
+    if old["host_bound"] is not None:
+        new["host_bound"] = _least(old["host_bound"], new["host_bound"])
+    for noise in [name for name in new["figures"] if name.endswith("_noise")]:
+        held = new["figures"].pop(noise)
+        if noise in old["figures"]:
+            new["figures"][noise] = _least(old["figures"][noise], held)
     for finding in findings:
         if finding.outcome is Outcome.SAME:
-            new, old = (_entry(one["cells"], key) for one in (fresh, before))
             group, _, name = finding.metric.partition(".")
             if not name:
                 new[group] = old[group]
@@ -153,5 +180,5 @@ def run(arguments: argparse.Namespace) -> int:
     what = f"{len(found.changes)} changes" if found.changes else "nothing has changed beyond the tolerance"
     print(f"{what}; written to {plain(path, 200)}")
     if not any(cell["station"] == "yardstick" or cell["device_s"] for cell in found.baseline["cells"]):
-        print("no time is gated: on a CPU times are measured with the yardstick, in runs with --baseline auto")
+        print("no time is gated yet: on a CPU that begins with the next accepted run that had --baseline")
     return 0

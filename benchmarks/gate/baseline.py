@@ -1,7 +1,7 @@
 """Baselines: what was accepted for a machine, read from files that nobody vouches for.
 
 A baseline is a run.json of which only the fields that the gate and a card need were kept. `accept` (accept.py) writes
-them, the gate (gate.py) compares with them.
+them, the gate compares with them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
+from benchmarks.claims import Word
 from benchmarks.report import ReportError, read_run
+from benchmarks.series import ARTICLE
 from benchmarks.tables import finite, plain
 
 CARDS = Path(__file__).parents[1] / "cards"
@@ -32,7 +34,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._,'+-]{0,99}")
 
 def read_baseline(path: Path) -> dict[str, Any]:
     """The baseline in a file. Raises ReportError, in one line, for whatever can't be gated against: what is no whole
-    run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, two entries of one name."""
+    run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, two entries of one name, a
+    verdict without its figure, and the article's published figures, which are no run."""
+    if path.resolve() == ARTICLE.resolve():
+        name = f"{ARTICLE.stem}-run.json"
+        raise ReportError(
+            f"{plain(path, 120)} is no baseline but the article's figures; a run of that card goes to {name}"
+        )
     run = read_run(path)
     try:
         gateable(run)
@@ -58,8 +66,23 @@ def gateable(run: Run) -> None:
     for claim in run["claims"]:
         if len({part["what"] for part in claim["parts"]}) < len(claim["parts"]):
             raise ReportError(f"claim {claim['id']} has two parts of one name")
+        _claim(claim)
     for cell in run["cells"]:
         _cell(cell)
+
+
+def _claim(claim: Run) -> None:
+    decided = (Word.HOLDS, Word.REFUTED)
+    if claim["verdict"] in decided and not claim["parts"]:
+        raise ReportError(f"claim {claim['id']} has a verdict and nothing that was judged")
+    for part in claim["parts"]:
+        where = f"{plain(part['what'], 60)!r} of claim {claim['id']}"
+        known = [finite(value) for value in (part["observed"], *(part["interval"] or (None, None)))]
+        observed, low, high = known
+        if None in known and (claim["verdict"] == Word.HOLDS or part["verdict"] in decided):
+            raise ReportError(f"{where} is decided, yet it has no figure with an interval")
+        if low is not None and high is not None and (observed is None or not low <= observed <= high):
+            raise ReportError(f"{where} has an interval that doesn't hold what was observed")
 
 
 def _cell(cell: Run) -> None:
@@ -157,18 +180,20 @@ def other_software(run: Run, baseline: Run) -> list[str]:
 
 
 def find(run: Run, folder: Path = CARDS) -> Path | None:
-    """The baseline of this machine, rig and engine in a folder, None where there is none. Raises ReportError for a file
-    that can't be read or gated against, and where two would do."""
-    found = [path for path in sorted(folder.glob("*.json")) if not unlike(run, read_baseline(path))]
+    """The baseline of this machine, rig and engine in a folder, None where there is none; never the article's figures.
+    Raises ReportError for a file that can't be read or gated against, and where two would do."""
+    files = [path for path in sorted(folder.glob("*.json")) if path.name != ARTICLE.name]
+    found = [path for path in files if not unlike(run, read_baseline(path))]
     if len(found) > 1:
         raise ReportError(f"{found[0].name} and {found[1].name} are both of this machine and rig: name one of them")
     return found[0] if found else None
 
 
 def card_path(run: Run, folder: Path = CARDS) -> Path:
-    """Where the baseline of a run's machine goes: 'nvidia-h200.json'."""
+    """Where the baseline of a run's machine goes: 'nvidia-h200.json', and beside the article's T4 'tesla-t4-run.json'."""
     words = re.findall(r"[a-z0-9]+", plain(run["machine"]["name"] or run["machine"]["device"], 60).lower())
-    return folder / f"{'-'.join(words) or 'machine'}.json"
+    path = folder / f"{'-'.join(words) or 'machine'}.json"
+    return path if path.name != ARTICLE.name else path.with_stem(f"{path.stem}-run")
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Rule:
     """How figures of one kind are judged.
 
     `figures` matches their names whole. Tolerated is the largest of `relative` times the baseline's figure, `absolute`,
-    and, where `floors` says so, the noise that either run measured. `timed` figures are measured again before they are
+    and, where `floors` says so, the noise that was measured. `timed` figures are measured again before they are
     red. Without `gated` they are reported and never red.
     """
 
@@ -218,8 +218,9 @@ def figures(cell: Entry) -> dict[str, Figure]:
     return found
 
 
-def rule_of(name: str, *sides: Entry) -> Rule:
-    """The rule for a figure of a cell, of which `sides` are this run's and the baseline's."""
-    if name == "wall_s" and all((share := finite(s["host_bound"])) is not None and share < HOST_BOUND for s in sides):
+def rule_of(name: str, cell: Entry) -> Rule:
+    """The rule for a figure of a cell, which is the baseline's: the run that is judged has no say in how."""
+    idle = finite(cell["host_bound"])
+    if name == "wall_s" and idle is not None and idle < HOST_BOUND:
         name = "busy wall_s"
     return next(rule for rule in RULES if re.fullmatch(rule.figures, name))

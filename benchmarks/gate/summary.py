@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from benchmarks.gate import RED, Finding, Judgement, Outcome
 from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, RULES
@@ -49,10 +49,35 @@ def headline(judgement: Judgement, accept: str) -> str:
 
 
 def _told(judgement: Judgement) -> Iterable[Finding]:
-    """Reds first."""
-    return sorted(
-        (f for f in judgement.findings if f.outcome in _TOLD), key=lambda f: (not f.red, _TOLD.index(f.outcome))
-    )
+    """Reds first, a station that is missing whole as one."""
+    told = (f for f in _by_station(judgement.findings) if f.outcome in _TOLD)
+    return sorted(told, key=lambda f: (not f.red, _TOLD.index(f.outcome)))
+
+
+def _by_station(findings: Iterable[Finding]) -> Iterable[Finding]:
+    """The findings, with one line for a station of whose claims, or cells, this run has none at all."""
+    stations: dict[str, list[Finding]] = {}
+    for finding in findings:
+        stations.setdefault(finding.id.split(".")[0], []).append(finding)
+    for name, found in stations.items():
+        claims = {f.key for f in found if f.metric == "verdict"}
+        gone = [f for kind in (True, False) for f in _all_missing([f for f in found if (f.key in claims) is kind])]
+        if len(gone) < 2:
+            yield from found
+            continue
+        engines = ", ".join(dict.fromkeys(f.engine for f in gone))
+        judged = sum(f.key in claims for f in gone)
+        counts = [f"{n} {kind}" for n, kind in ((judged, "claims"), (len(gone) - judged, "cells")) if n]
+        said = f"{' and '.join(counts)} in the baseline, of which this run has none"
+        yield Finding(name, engines, "station", Outcome.MISSING, said)
+        yield from (f for f in found if f not in gone)
+
+
+def _all_missing(found: Sequence[Finding]) -> list[Finding]:
+    """Those that are missing, if no other was found. A search by the clock has cells that are no loss."""
+    missing = [f for f in found if f.outcome is Outcome.MISSING and f.metric in ("verdict", "cell")]
+    searched = [f for f in found if f.outcome is Outcome.REPORTED and f.metric == "cell"]
+    return missing if len(missing) + len(searched) == len(found) else []
 
 
 def _harmless(line: str) -> str:
@@ -79,10 +104,11 @@ def markdown(judgement: Judgement, accept: str) -> str:
 
 
 def github_errors(judgement: Judgement) -> list[str]:
-    """A GitHub Actions command for each red finding."""
+    """A GitHub Actions command for each red line."""
     return [
         f"::error title={_property(f'{f.outcome}: {f.id}')}::{_data(f'{f.id} ({f.engine}) {f.metric}: {f.said}')}"
-        for f in judgement.reds
+        for f in _told(judgement)
+        if f.red
     ]
 
 

@@ -167,11 +167,10 @@ def _order(own: Sequence[Series]) -> list[str]:
 
 def _run(run: Mapping[str, Any], own: Sequence[Series]) -> RunView:
     first = own[0]
-    label = first.label.removesuffix(f", {plain(first.engine, 40)}") if len(own) > 1 else first.label
     told = [(plain(one.engine, 40) if len(own) > 1 else "", _badges(one.claims.values())) for one in own]
     idle = [(f"engine {name}", why) for name, why in first.idle.items()]
     return RunView(
-        label,
+        first.run_label,
         finding(own),
         tuple(told),
         (*(line for line in head(run) if line[0] != "column T4"), *idle),

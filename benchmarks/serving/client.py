@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +63,10 @@ class Endpoint:
     @staticmethod
     def of(url: str, key: str | None = None) -> Endpoint:
         """Raises ServerError for what is no address of a server."""
-        shown = plain(url, 120)
+        if "@" in url:
+            raise ServerError("--endpoint holds a user or password: put a key into a variable, --endpoint-key-env VAR")
+        host_only = re.match("([^:/?#]*://)?[^/?#]*", url)
+        shown = plain(host_only.group() if host_only else "", 120)  # what follows may be a secret
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -70,8 +74,6 @@ class Endpoint:
             raise ServerError(f"--endpoint {shown} is no address; give one such as http://127.0.0.1:8000/v1") from None
         if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
             raise ServerError(f"--endpoint {shown} is no address; give one such as http://127.0.0.1:8000/v1")
-        if parts.username is not None or parts.password is not None:
-            raise ServerError("--endpoint holds a user or password: put a key into a variable, --endpoint-key-env VAR")
         if parts.query or parts.fragment:
             raise ServerError(f"--endpoint {shown}: give the address alone, without ? and #")
         if key is not None and parts.scheme == "http" and host not in ("127.0.0.1", "::1", "localhost"):
