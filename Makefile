@@ -49,7 +49,7 @@ $(VLLM)/.ready:
 
 # An -m in ARGS takes the place of this one.
 test: $(READY)
-	$(VENV)/bin/python -m pytest -o testpaths=tests -n 2 --dist loadfile -m "not browser" $(ARGS)
+	$(VENV)/bin/python -m pytest -o testpaths=tests -n 2 --dist worksteal -m "not browser" $(ARGS)
 
 test-browser: $(READY)
 	$(VENV)/bin/python -m pytest tests/test_browser.py $(ARGS)

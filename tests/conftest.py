@@ -29,5 +29,6 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def libraries_set_aside() -> None:
     """The same for what the modules before this one imported: the first model that is loaded brings half of them."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
