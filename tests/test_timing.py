@@ -199,6 +199,7 @@ def test_what_was_set_aside_comes_back_unless_it_was_so_before() -> None:
 
 def test_the_collector_is_on_again_when_a_side_raises() -> None:
     before = gc.get_freeze_count()
+
     def breaks() -> float:
         if not gc.isenabled():
             raise RuntimeError("out of memory")
