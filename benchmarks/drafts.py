@@ -7,7 +7,6 @@ token and DRAFT_LEN + 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,25 +101,6 @@ def _assisted(target: GraphEngine, draft: GraphEngine, prompt: Ids, output: _Out
         unread = accepted == proposed and proposed > 0
         draft_state = draft.rewind(draft_state, max(0, proposed - 1 - accepted))
         certain = choices[accepted - 1 : accepted + 1] if unread else choices[accepted : accepted + 1]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """`speculation.Loop` of replays: engines of one row, with TARGET_STEPS and DRAFT_STEPS."""
-
-    target: GraphEngine
-    draft: GraphEngine
-    clock: Clock
-    engine = "graph"
-
-    def alone(self, prompt: Ids, output_len: int) -> Generated:
-        return generate(self.target, prompt, output_len, self.clock)
-
-    def with_draft(self, prompt: Ids, output_len: int, *, keep_logits: bool = False) -> Generated:
-        return generate(self.target, prompt, output_len, self.clock, self.draft, keep_logits=keep_logits)
-
-    def draft_alone(self, prompt: Ids, output_len: int) -> Generated:
-        return generate(self.draft, prompt, output_len, self.clock)
 
 
 class ReplayVerifier(Verifier):

@@ -21,7 +21,6 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 BFLOAT16_CAPABILITY = (8, 0)
-FLASH_CAPABILITY = (8, 0)
 
 PACKAGES = ("torch", "transformers", "bitsandbytes", "tokenizers", "accelerate", "pytest-benchmark", "nvidia-ml-py")
 """Distributions whose version can move a figure, or decide whether it could be had."""
@@ -83,19 +82,6 @@ def supports_bfloat16(capability: tuple[int, int]) -> bool:
     By capability, since `torch.cuda.is_bf16_supported()` also counts emulation and so says yes on a T4.
     """
     return capability >= BFLOAT16_CAPABILITY
-
-
-def has_flash(capability: tuple[int, int]) -> bool:
-    """Whether torch's flash attention kernel exists for the card: compute capability 8.0 and up."""
-    return capability >= FLASH_CAPABILITY
-
-
-def half_dtype(capability: tuple[int, int]) -> tuple[str, str]:
-    """The 16-bit dtype that a rig takes when none was asked for, and the rule that chose it, in words."""
-    major, minor = capability
-    if supports_bfloat16(capability):
-        return "float16", "float16, the reference's dtype, on every card (this one would compute bfloat16 too)"
-    return "float16", f"float16: compute capability {major}.{minor} has no bfloat16 arithmetic, which starts at 8.0"
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -180,39 +180,26 @@ def generate(
     return Generated(tokens, wall_s, len(checks), len(proposals), logits)
 
 
-class Loop(Protocol):
-    """Speculative decoding as some engine does it: the target alone, with its draft, and the draft alone, each giving
-    exactly `output_len` greedy tokens after a prompt. `engine` names what runs it in cells."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def target(self) -> Engine[Any]: ...
-    @property
-    def draft(self) -> Engine[Any]: ...
-
-    def alone(self, prompt: Ids, output_len: int) -> Generated: ...
-    def with_draft(self, prompt: Ids, output_len: int, *, keep_logits: bool = False) -> Generated: ...
-    def draft_alone(self, prompt: Ids, output_len: int) -> Generated: ...
-
-
 @dataclass(frozen=True)
-class Assisted:
-    """The library's own loop, on the eager engine."""
+class Loop:
+    """Speculative decoding as an engine does it: the target alone, with its draft, and the draft alone, each giving
+    exactly `output_len` greedy tokens after a prompt. `engine` names what runs it in cells; `generate` is the library's
+    loop on eager engines, or that of drafts.py on graph engines."""
 
-    target: EagerEngine
-    draft: EagerEngine
+    engine: str
+    target: Engine[Any]
+    draft: Engine[Any]
     clock: Clock
-    engine = "transformers generate"
+    generate: Callable[..., Generated] = generate
 
     def alone(self, prompt: Ids, output_len: int) -> Generated:
-        return generate(self.target, prompt, output_len, self.clock)
+        return self.generate(self.target, prompt, output_len, self.clock)
 
     def with_draft(self, prompt: Ids, output_len: int, *, keep_logits: bool = False) -> Generated:
-        return generate(self.target, prompt, output_len, self.clock, self.draft, keep_logits=keep_logits)
+        return self.generate(self.target, prompt, output_len, self.clock, self.draft, keep_logits=keep_logits)
 
     def draft_alone(self, prompt: Ids, output_len: int) -> Generated:
-        return generate(self.draft, prompt, output_len, self.clock)
+        return self.generate(self.draft, prompt, output_len, self.clock)
 
 
 # The same tokens ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import speculation, workloads
-from benchmarks.drafts import DRAFT_STEPS, TARGET_STEPS, Replayed, verifier
-from benchmarks.speculation import DRAFT_LEN, Assisted
+from benchmarks import drafts, speculation, workloads
+from benchmarks.drafts import DRAFT_STEPS, TARGET_STEPS, verifier
+from benchmarks.speculation import DRAFT_LEN, Loop
 
 CHECKED_LEN = 16
 """Output tokens of each compared text; four texts make some twenty cycles of drafting and checking."""
@@ -32,12 +32,14 @@ def helper(session, request):
 def loop(engine_name, session, target, helper, texts):
     """The library's assisted generation on the eager engine, or the same loop of replays."""
     if engine_name == "eager":
-        return Assisted(target, helper, session.clock)
+        return Loop("transformers generate", target, helper, session.clock)
     longest = max(workload.total_len for workload in texts.values()) + DRAFT_LEN
-    return Replayed(
+    return Loop(
+        "graph",
         session.graph(target, 1, longest, step_lens=TARGET_STEPS),
         session.graph(helper, 1, longest, step_lens=DRAFT_STEPS),
         session.clock,
+        drafts.generate,
     )
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import machine
-from benchmarks.machine import Card, Sensors, half_dtype, has_flash, neighbours_in, record, supports_bfloat16, warnings
+from benchmarks.machine import Card, Sensors, neighbours_in, record, supports_bfloat16, warnings
 from benchmarks.timing import interleave
 
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 4, 6, 12, 13, 15
@@ -509,18 +509,8 @@ def test_rounds_under_a_throttled_clock_are_measured_again() -> None:
     ("capability", "yes"),
     [((7, 0), False), ((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
 )
-def test_bfloat16_and_flash_are_decided_by_capability(capability: tuple[int, int], yes: bool) -> None:
+def test_bfloat16_is_decided_by_capability(capability: tuple[int, int], yes: bool) -> None:
     assert supports_bfloat16(capability) is yes
-    assert has_flash(capability) is yes
-
-
-def test_half_is_float16_everywhere_and_the_rule_names_the_reason() -> None:
-    name, rule = half_dtype(T4.capability)
-    assert name == "float16"
-    assert "7.5 has no bfloat16 arithmetic" in rule
-    name, rule = half_dtype(H200.capability)
-    assert name == "float16"
-    assert "bfloat16 too" in rule
 
 
 def test_this_machines_cpu_is_recorded_without_nvml() -> None:

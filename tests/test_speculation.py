@@ -18,7 +18,7 @@ from benchmarks.claims import CLAIMS, Word, judge
 from benchmarks.estimates import FIRST_LOOK
 from benchmarks.phases import EagerEngine, Reference, reference, tolerance
 from benchmarks.rigs import random_model
-from benchmarks.speculation import DRAFT_LEN, Assisted, Checked, EagerVerifier, Generated, generate
+from benchmarks.speculation import DRAFT_LEN, Checked, EagerVerifier, Generated, Loop, generate
 from benchmarks.timing import Clock
 from benchmarks.tokens import Match, Tolerance
 from benchmarks.workloads import Ids, Workload
@@ -172,7 +172,7 @@ def checked(
     target: EagerEngine, draft: EagerEngine, prompts: tuple[Ids, ...] = PROMPTS[:1], liar: EagerEngine | None = None
 ) -> list[Checked]:
     """The draft with its target, or with a liar in the target's place, against the target alone."""
-    loop = Assisted(liar or target, draft, CLOCK)
+    loop = Loop("transformers generate", liar or target, draft, CLOCK)
     return [speculation.check(loop, target, Workload("tiny", (p,), LENGTH)) for p in prompts]
 
 
@@ -219,7 +219,9 @@ def test_a_lie_in_the_middle_is_found_where_it_is(target: EagerEngine, draft: Ea
     logits = told.logits.clone()
     logits[9, lied] = logits[9].max() + 1  # the reference was sure of another token
     forged = Reference((*told.tokens[:9], lied, *told.tokens[10:]), logits)
-    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, forged, Tolerance(0.4, 100.0))
+    seen = speculation.follow(
+        Loop("transformers generate", target, draft, CLOCK), PROMPT, forged, Tolerance(0.4, 100.0)
+    )
     assert [d.position for d in seen.match.differences] == [9] and not seen.match.explained
     assert len(seen.pieces) == 1, "after a difference that is no tie nothing more is asked"
 
@@ -230,14 +232,18 @@ def test_after_a_near_tie_the_rest_is_compared_too(target: EagerEngine, draft: E
     other = int(best.logits[5].topk(2).indices[1])
     rest = reference(target, (*PROMPT, *best.tokens[:5], other), LENGTH - 6)
     told = Reference((*best.tokens[:5], other, *rest.tokens), torch.cat([best.logits[:6], rest.logits]))
-    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, told, tolerance(target, [PROMPT], [best]))
+    seen = speculation.follow(
+        Loop("transformers generate", target, draft, CLOCK), PROMPT, told, tolerance(target, [PROMPT], [best])
+    )
     assert [d.position for d in seen.match.differences] == [5] and seen.match.explained
     assert (seen.match.compared, [p.output_len for p in seen.pieces]) == (LENGTH, [LENGTH, LENGTH - 6])
 
 
 def test_an_output_of_one_repeated_token_proves_nothing(target: EagerEngine, draft: EagerEngine) -> None:
     told = Reference((7,) * LENGTH, torch.zeros(LENGTH, 320))
-    seen = speculation.follow(Assisted(target, draft, CLOCK), PROMPT, told, Tolerance(100.0, 100.0))
+    seen = speculation.follow(
+        Loop("transformers generate", target, draft, CLOCK), PROMPT, told, Tolerance(100.0, 100.0)
+    )
     assert seen.match.vacuous
     verdict = judge(CLAIMS["speculation.same_tokens"], speculation.same_tokens([seen]))
     assert verdict.word is not Word.HOLDS
@@ -351,7 +357,7 @@ def test_rows_carry_time_acceptance_and_the_whole_generation_config(target: Eage
     alone, with_draft, draft_alone = (
         [generate(e, PROMPT, LENGTH, CLOCK, helper)] for e, helper in ((target, None), (target, draft), (draft, None))
     )
-    loop, checker = Assisted(target, draft, CLOCK), EagerVerifier(target, workload, CLOCK)
+    loop, checker = Loop("transformers generate", target, draft, CLOCK), EagerVerifier(target, workload, CLOCK)
     plain = speculation.row(workload, loop, "fp32", alone)
     assisted = speculation.draft_row(workload, loop, checker.traced(), "fp32", alone, with_draft, draft_alone)
     assert (plain.id, assisted.id) == ("speculation.alone", "speculation.with_draft")

@@ -90,11 +90,6 @@ class Answer:
         return (self.text_s[-1] if self.text_s else self.end_s) - self.due_s
 
     @property
-    def gaps_s(self) -> tuple[float, ...]:
-        """Between pieces of content; a piece may hold several tokens."""
-        return tuple(b - a for a, b in zip(self.text_s, self.text_s[1:], strict=False))
-
-    @property
     def tpot_s(self) -> float | None:
         """(last content - first content) / (output tokens - 1); None where the server tells no count, gave one token, or
         gave all at once, as a store does."""
