@@ -111,18 +111,22 @@ def row(
 ) -> list[Cell]:
     """One row of the batching table and its phases; a batch that doesn't fit is a row that says so."""
 
-    def request() -> Run:
-        return serve(Request(engine, workload), clock).run
+    asked = Request(engine, workload)
+    first: dict[str, float] = {}
 
-    # On CUDA the warm-up is a whole request: every step grows the KV cache to a size that the allocator has not given out.
-    warm_up = request if engine.device == "cuda" else lambda: engine.prefill(Prompt.of(workload.prompts, "cpu"))
+    def warm_up() -> None:
+        # A whole request on CUDA, where attention may prepare something for every length that it sees for the first time.
+        if engine.device == "cuda":
+            first["first_tpot_s"] = serve(asked, clock).run.tpot_s
+        else:
+            engine.prefill(Prompt.of(workload.prompts, "cpu"))
 
     uncounted = "" if engine.device == "cuda" else "the CPU has no counter of peak bytes"
     if engine.name != "eager":
         uncounted = "a static cache is allocated before the request, so the request's peak isn't all it needs"
 
     def measure() -> list[Cell]:
-        runs, peak = watch_peak(lambda: sampled(request, warm_up), engine.device)
+        runs, peak = watch_peak(lambda: sampled(lambda: serve(asked, clock).run, warm_up), engine.device)
         missing = uncounted or ("the memory counter saw nothing" if peak is None else "")
         return served_cells(
             row_id(workload),
@@ -132,6 +136,7 @@ def row(
             runs,
             Phases.of(engine, workload, roofline=roofline),
             bytes={} if missing or peak is None else {"peak": peak + tensor_bytes(engine.model)},
+            figures=first,
             unavailable={"peak": missing} if missing else {},
         )
 

@@ -48,7 +48,7 @@ PROMPT_LEN = 128
 """Tokens of a calibrating prompt: the claims about prefill are of as many and more, and the noise of a prefill that
 lasts a few milliseconds says little about theirs."""
 
-OUTPUT_LEN = 9
+OUTPUT_LEN = 5
 """Tokens of a calibrating request: short, since more rounds tell more about noise than longer ones."""
 
 TRACED_STEPS = 2

@@ -76,10 +76,10 @@ def ratios(full: Sequence[Run], cached: Sequence[Run]) -> dict[str, Estimate]:
     }
 
 
-PAIR_LEN = {"cuda": 24, "cpu": 17}
+PAIR_LEN = {"cuda": 16, "cpu": 17}
 """Output tokens of a round: every step is a pair of its own, so few a round and many rounds show the same as many a round,
-and a noisy round spoils less. On CUDA half the table's 48, since decode is what a cached request still costs, and with
-fewer tokens that is harder to show; on the CPU, where that isn't judged, still fewer."""
+and a noisy round spoils less. With fewer still, decode, which is what a cached request goes on costing, would be harder to
+show."""
 
 
 def build_ratio(build_s: Sequence[float], full_s: Sequence[float]) -> Estimate:

@@ -18,7 +18,7 @@ from benchmarks.phases import EagerEngine, Engine, Prompt, Request, decode, serv
 from benchmarks.roofline import Roofline
 from benchmarks.rows import Phases, Sampled, served_cells
 from benchmarks.runs import Run, ratio
-from benchmarks.timing import Clock
+from benchmarks.timing import Clock, set_aside
 from benchmarks.workloads import Ids, Tokenizer, Workload, encode, prefix_ids, question_ids
 
 Raw = dict[str, tuple[float, ...]]
@@ -222,10 +222,8 @@ def row(
 ) -> list[Cell]:
     """One precision of the table: time a token, bytes, and the answer to the user's question (None: random weights)."""
 
-    def request() -> Run:
-        return serve(Request(engine, workload), clock).run
-
-    runs = sampled(request, request)
+    asked = Request(engine, workload)
+    runs = sampled(lambda: serve(asked, clock).run, lambda: serve(asked, clock))
     modules = module_bytes(engine.model)
     held = {"storages": float(sum(m.bytes for m in modules))}
     missing = {}
@@ -401,14 +399,15 @@ def hold_chats(engine: EagerEngine, tokenizer: Tokenizer, planned: Room) -> Room
         return OutOfMemory(f"{planned.freed_bytes:,} bytes for chats are not free")
     prompt = Prompt.of([prefix_ids(tokenizer, CHAT_LEN)], engine.device)
     engine.prefill(prompt)  # pays for what stays after a first call of this shape
-    before = _allocated_bytes(engine)
     caches: list[Any] = []
+    with set_aside():  # every count collects garbage
+        before = _allocated_bytes(engine)
 
-    def add_chat() -> int:
-        caches.append(engine.prefill(prompt).cache)
-        return _allocated_bytes(engine) - before
+        def add_chat() -> int:
+            caches.append(engine.prefill(prompt).cache)
+            return _allocated_bytes(engine) - before
 
-    held = attempt(lambda: chats_within(planned.freed_bytes, add_chat, 2 * planned.computed + 2), engine.device)
+        held = attempt(lambda: chats_within(planned.freed_bytes, add_chat, 2 * planned.computed + 2), engine.device)
     return held if isinstance(held, OutOfMemory) else replace(planned, held=held)
 
 

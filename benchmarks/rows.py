@@ -61,22 +61,19 @@ class Phases:
         def step() -> None:
             states.append(engine.step(states.pop()))
 
-        # The first step after a prefill pays for shapes not seen before: it is run, and the second one looked at.
-        prefill, _, decode = trace_each(
-            [lambda: states.append(engine.prefill(prompt, cache)), step, step], engine.device
-        )
+        prefill, decode = trace_each([lambda: states.append(engine.prefill(prompt, cache)), step], engine.device)
         return Phases(prefill, decode, needed)
 
 
 def _needed(engine: Engine[Any], workload: Workload, cache: Any, roofline: Roofline) -> Needed | str:
-    """The traced decode step is the second one, so each row holds its prompt and a token more."""
+    """Each row of the traced decode step holds its prompt."""
     lens = [len(row) for row in workload.prompts]
     past_len = cache.get_seq_length() if cache is not None else 0
     try:
         return Needed(
             roofline,
             forward_work(engine.model, [(past_len, length) for length in lens]),
-            forward_work(engine.model, [(past_len + length + 1, 1) for length in lens]),
+            forward_work(engine.model, [(past_len + length, 1) for length in lens]),
         )
     except ValueError as error:
         return str(error)

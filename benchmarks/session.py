@@ -37,8 +37,8 @@ ENGINES = {"eager": ("eager",), "graph": ("graph",), "both": ("eager", "graph")}
 CACHE_STEP = 256
 """A graph engine's static cache is a multiple of this long, so that workloads of about the same length share one."""
 
-BUDGET_S = {"cuda": 20.0, "cpu": 15.0}
-"""Seconds of rounds a claim may take. Decided claims stop long before; on CPU the whole run has 90 seconds."""
+BUDGET_S = {"cuda": 12.0, "cpu": 15.0}
+"""Seconds of rounds a claim may take. Decided claims stop long before; both engines on a card double what is asked."""
 
 
 @dataclass(frozen=True)

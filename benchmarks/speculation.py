@@ -32,7 +32,7 @@ equation 1), less than a draft step costs; and five is what `speculation.verify_
 RESTARTS = 2
 """How often a comparison goes on after a near tie, so that what follows it is compared too."""
 
-VERIFY_REPEATS = 8
+VERIFY_REPEATS = 4
 """Forwards of either kind that a timing averages over: one is too short to be told from the host's hiccups."""
 
 QUESTIONS = ("How do I reset my password?", "Can I get my money back?")

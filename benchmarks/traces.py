@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -200,25 +201,29 @@ def _events(profiler: profile) -> list[Event]:
     """The profiler's raw events; its own event tree would cost seconds for a few steps of a model."""
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None, "stop() fills both"
     kineto = profiler.profiler.kineto_results.events()
-    host = [e for e in kineto if e.device_type() == DeviceType.CPU]
-    host_names = {e.name() for e in host}
+    host: list[tuple[str, Any]] = []
+    device: list[tuple[str, Any]] = []
+    for e in kineto:
+        (host if e.device_type() == DeviceType.CPU else device).append((e.name(), e))
+    host_names = {name for name, _ in host}
     events = [
         Event(
-            e.name(),
+            name,
             e.start_ns(),
             e.end_ns(),
             # The runtime's launches are numbered on their own, so only what is an op ("aten::mm") keeps its number.
-            id=e.correlation_id() if "::" in e.name() else 0,
+            id=e.correlation_id() if "::" in name else 0,
             thread=e.start_thread_id(),
-            shapes=tuple(tuple(shape) for shape in e.shapes()),
+            shapes=tuple(map(tuple, e.shapes())),
         )
-        for e in host
+        for name, e in host
     ]
-    for e in kineto:
-        # A record_function range is mirrored onto the card under its host name; it spans idle time, so it isn't work.
-        if e.device_type() != DeviceType.CPU and not e.is_user_annotation() and e.name() not in host_names:
-            link = e.linked_correlation_id()
-            events.append(Event(e.name(), e.start_ns(), e.end_ns(), on_device=True, launched_by=link))
+    # A record_function range is mirrored onto the card under its host name; it spans idle time, so it isn't work.
+    events += [
+        Event(name, e.start_ns(), e.end_ns(), on_device=True, launched_by=e.linked_correlation_id())
+        for name, e in device
+        if not e.is_user_annotation() and name not in host_names
+    ]
     return events
 
 
@@ -258,11 +263,13 @@ def busy_s(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+@cache
 def classify(kernel_name: str) -> str | None:
     """The attention backend that a GPU kernel belongs to: "cudnn", "efficient", "flash", "flex", or None."""
     return next((word for word, pattern in _KERNEL_WORDS if pattern.search(kernel_name)), None)
 
 
+@cache
 def short_name(kernel_name: str) -> str:
     """A kernel's name without return type, template arguments and parameters; classified names keep what classifies."""
     bare = kernel_name.removeprefix("void ").replace("(anonymous namespace)::", "")
