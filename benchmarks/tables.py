@@ -74,6 +74,7 @@ _LAYOUTS = {
         {
             "ttft_s": "TTFT",
             "tpot_s": "TPOT",
+            "first_tpot_s": "TPOT of the first request",
             "e2e_s": "per-request latency",
             "wall_per_request_s": "wall / batch (no latency)",
             "output_tokens_per_s": "tok/s",
