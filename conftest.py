@@ -136,7 +136,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="rounds a claim may take before it is INCONCLUSIVE (default: 12 with CUDA, else 15)",
+        help="rounds a claim may take before it is INCONCLUSIVE (default: 10 with CUDA, else 15)",
     )
 
 

@@ -37,7 +37,7 @@ ENGINES = {"eager": ("eager",), "graph": ("graph",), "both": ("eager", "graph")}
 CACHE_STEP = 256
 """A graph engine's static cache is a multiple of this long, so that workloads of about the same length share one."""
 
-BUDGET_S = {"cuda": 12.0, "cpu": 15.0}
+BUDGET_S = {"cuda": 10.0, "cpu": 15.0}
 """Seconds of rounds a claim may take. Decided claims stop long before; both engines on a card double what is asked."""
 
 
