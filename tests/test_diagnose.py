@@ -96,6 +96,15 @@ def _fix(diagnosis, word):
     return next(fix for fix in diagnosis.fixes if word in fix.name)
 
 
+def test_a_slow_first_request_is_told_apart_from_slow_tokens():
+    def said(first_tpot_s):
+        path = diagnose(_run([_row(1, 0.02, first_tpot_s=first_tpot_s)])).path
+        return next(step.evidence for step in path if step.question == "TPOT high?")
+
+    assert "the first request of its lengths waited 127 ms" in said(0.127)
+    assert "first request" not in said(0.021)
+
+
 # Three machines, three answers ----------------------------------------------------------------------------------------
 
 

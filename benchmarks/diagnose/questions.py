@@ -227,6 +227,9 @@ def tpot(seen: Evidence, targets: Targets) -> Finding:
             said.append("it waits for weights or for the host, not for arithmetic, since more rows hardly slow it down")
     if decode.floor_s:
         said.append(f"reading what it needs takes {ms(decode.floor_s)}")
+    first_s = base.figures.get("first_tpot_s", 0.0)
+    if decode.wall_s < MOST * first_s:
+        said.append(f"the first request of its lengths waited {ms(first_s)}: serve each length once before users come")
     if grown:
         said.append(f"{times(grown)} as long at batch {rows[-1].batch_size}")
     draft, remark = speculation(seen)
