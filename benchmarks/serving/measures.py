@@ -502,13 +502,22 @@ def same_tokens(server: Server) -> Estimate:
             f"a vacuous comparison proves nothing: repeated questions took {took[1] / took[0]:.0%} of their first time, so "
             "their answers were stored"
         )
-    return share_explained([_match(a, b, server.dtype) for a, b in zip(alone.answers, crowd.answers, strict=True)])
+    pairs = list(zip(alone.answers, crowd.answers, strict=True))
+    untold = sum(a.text != b.text and not _told_tokens(a, b) for a, b in pairs)
+    if untold and server.dtype != "float32":
+        return unusable(f"{untold} of {USERS} answers differ, and without logprobs a near tie is no other than a mistake")
+    return share_explained([_match(a, b, server.dtype) for a, b in pairs])
+
+
+def _told_tokens(alone: Answer, crowd: Answer) -> bool:
+    """Whether the server gave the tokens of both answers, and as many."""
+    return bool(alone.tokens) and len(alone.tokens) == len(crowd.tokens)
 
 
 def _match(alone: Answer, crowd: Answer, dtype: str | None) -> Match:
     """By tokens and logprobs where both answers have them, else by their text, which then must be equal."""
     reference, subject = alone.tokens, crowd.tokens
-    if not reference or len(reference) != len(subject):
+    if not _told_tokens(alone, crowd):
         words = set(alone.text.split())
         at = next((i for i, (x, y) in enumerate(zip(alone.text, crowd.text, strict=False)) if x != y), 0)
         different = () if alone.text == crowd.text else (Difference(at, 0, 1, math.inf, 0.0),)

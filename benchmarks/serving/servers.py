@@ -347,8 +347,8 @@ def model_folder(session: Session, scratch: Path) -> Path:
 
 
 def _fill(tokenizer: Any, vocab_size: int) -> None:
-    """Give every id that the tokenizer doesn't know a text of its own."""
+    """Give every id that the tokenizer doesn't know a word of its own: run together they would look like one."""
     from tokenizers import AddedToken
 
     missing = vocab_size - len(tokenizer)
-    tokenizer.add_tokens([AddedToken(f"<t{i}>", normalized=False) for i in range(missing)])
+    tokenizer.add_tokens([AddedToken(f" <t{i}>", normalized=False) for i in range(missing)])
