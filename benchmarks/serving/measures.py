@@ -505,7 +505,9 @@ def same_tokens(server: Server) -> Estimate:
     pairs = list(zip(alone.answers, crowd.answers, strict=True))
     untold = sum(a.text != b.text and not _told_tokens(a, b) for a, b in pairs)
     if untold and server.dtype != "float32":
-        return unusable(f"{untold} of {USERS} answers differ, and without logprobs a near tie is no other than a mistake")
+        return unusable(
+            f"{untold} of {USERS} answers differ, and without logprobs a near tie is no other than a mistake"
+        )
     return share_explained([_match(a, b, server.dtype) for a, b in pairs])
 
 
