@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import workloads
-from benchmarks.claims import CLAIMS, Claim, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
 from benchmarks.serving import NotServed
 from benchmarks.serving.servers import SERVE, Plan, ServerError
 from benchmarks.session import ENGINES, NotCaptured
 from benchmarks.tables import plain
 from benchmarks.timing import quiet
+from benchmarks.verdicts import Claim, Word
 
 if TYPE_CHECKING:
     from benchmarks.phases import EagerEngine

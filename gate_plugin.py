@@ -16,10 +16,10 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from benchmarks import gate
-from benchmarks.claims import Word
 from benchmarks.gate import baseline, summary
-from benchmarks.report import ReportError
+from benchmarks.run_file import RunFileError
 from benchmarks.tables import plain
+from benchmarks.verdicts import Word
 
 if TYPE_CHECKING:
     from benchmarks.session import Session
@@ -57,7 +57,7 @@ def arm(session: pytest.Session, suite: Session) -> None:
     try:
         path = baseline.find(run) if asked == "auto" else Path(asked)
         known = baseline.read_baseline(path) if path is not None and path.exists() else None
-    except ReportError as error:
+    except RunFileError as error:
         raise pytest.UsageError(f"--baseline: {plain(error, 400)}") from None
     if known is not None and (why := baseline.unlike(run, known)):
         said = f"--baseline {plain(path, 120)} is not of this machine and rig: {plain('; '.join(why), 400)}"

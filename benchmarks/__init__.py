@@ -5,15 +5,17 @@
     phases       prefill() and decode(), the two verbs, timed
     timing       the clock, and rounds that measure two sides in turn
     estimates    a figure with its interval
-    claims       every claim in one table, and judge()
+    verdicts     what a claim is, and judge()
+    claims       every claim in one table
     session      one run: options, rig, what is lacking here, the rounds that settle claims
     ledger       run.json as it is written
     report       the card made of it, with tables
+    run_file     the way back: a run.json that may come from anybody
 
 One subject each: batching, prefix, quantization, attention, speculation, bigger_gpu, parallel/, serving/; rows and curves,
 which they share.
 The graph engine: decoder, kernels, graphs, and drafts, which drafts on it.
-Instruments: memory, traces, machine, tokens, calibration, roofline.
+Instruments: memory, traces, machine (in words: preflight), tokens, calibration, roofline.
 What becomes of a run: report and tables (the card), page/ (index.html, from series and finding), cells_csv, gate/
 (baselines), compare, diagnose/ (the decision map).
 """

@@ -14,7 +14,9 @@ from pathlib import Path
 from benchmarks import calibration, compare, diagnose
 from benchmarks.cells_csv import cells_csv
 from benchmarks.gate import accept
-from benchmarks.report import ReportError, card_lines, card_markdown, plain, read_run
+from benchmarks.report import card_lines, card_markdown
+from benchmarks.run_file import RunFileError, read_run
+from benchmarks.tables import plain
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _report(arguments: argparse.Namespace) -> int:
         try:
             made = write_page(runs, arguments.page)
         except OSError as error:
-            raise ReportError(f"{arguments.page} can't be written: {error.strerror or error}") from None
+            raise RunFileError(f"{arguments.page} can't be written: {error.strerror or error}") from None
         print(f"page: {plain(made, 400)}", file=sys.stderr)
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     sys.stdout.write("\n\n".join("\n".join(card_lines(run, width)) for run in runs) + "\n")
@@ -84,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
         code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()  # here, so that a reader who left is noticed here
         return code
-    except ReportError as error:
+    except RunFileError as error:
         print(f"{parser.prog} {arguments.command}: {plain(error, 400)}", file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import workloads
-from benchmarks.claims import format_figure
 from benchmarks.estimates import FIRST_LOOK, LAST_LOOK, Estimate, median_interval, paired_ratio
 from benchmarks.ledger import write_json
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
 from benchmarks.timing import Rounds, interleave
+from benchmarks.verdicts import format_figure
 
 if TYPE_CHECKING:
     from benchmarks.memory import Device

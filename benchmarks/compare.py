@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Word, format_figure
 from benchmarks.gate import Key
 from benchmarks.gate.rules import figures
-from benchmarks.report import STATIONS, escaped, markdown_table, read_run, table_lines
+from benchmarks.report import STATIONS, escaped, markdown_table, table_lines
+from benchmarks.run_file import read_run
 from benchmarks.tables import MISSING, Table, finite, plain
+from benchmarks.verdicts import Word, format_figure
 
 Run = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.claims import Word, format_figure
 from benchmarks.series import Series, not_comparable, over_batch, series_of
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word, format_figure
 
 BUSY_ENOUGH = 0.1
 """Idle shares below this bound nothing: a card that is hardly ever idle may be worth replacing."""

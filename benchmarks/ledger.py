@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import SUITE_VERSION
-from benchmarks.claims import Verdict, Word
+from benchmarks.verdicts import Verdict, Word
 
 SCHEMA_VERSION = 1
 

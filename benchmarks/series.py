@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Word, format_figure
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word, format_figure
 
 ARTICLE = Path(__file__).parent / "cards" / "tesla-t4.json"
 """The figures that the article published: what every run is shown beside."""

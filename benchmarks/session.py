@@ -13,13 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from benchmarks import machine, rigs, workloads
+from benchmarks import machine, preflight, rigs, workloads
 from benchmarks.calibration import Calibration, Floor
-from benchmarks.claims import CLAIMS, Claim, Setting, Verdict, Word, judge, not_judged
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate
 from benchmarks.ledger import Ledger
 from benchmarks.rigs import Loader, Rig, RigError
 from benchmarks.timing import Clock, Rounds, interleave
+from benchmarks.verdicts import Claim, Setting, Verdict, Word, judge, not_judged
 
 if TYPE_CHECKING:
     from benchmarks.graphs import GraphEngine
@@ -163,7 +164,7 @@ class Session:
     def remarks(self) -> list[str]:
         """What a reader of the card must know about this machine today."""
         after: Any = self.ledger.run.get("machine_after")
-        return machine.warnings(self.machine, after)
+        return preflight.warnings(self.machine, after)
 
     @property
     def capability(self) -> tuple[int, int] | None:

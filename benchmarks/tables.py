@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.claims import format_figure
+from benchmarks.verdicts import format_figure
 
 MISSING = "-"
 ODD = "?"

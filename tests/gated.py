@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import CLAIMS, Setting, judge, not_judged
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted, paired_ratio
 from benchmarks.ledger import SCHEMA_VERSION, Cell, verdict_record
+from benchmarks.verdicts import Setting, judge, not_judged
 
 Run = dict[str, Any]
 

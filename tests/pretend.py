@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.claims import CLAIMS, Setting, Verdict, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate
 from benchmarks.phases import EagerEngine, Prompt, State
 from benchmarks.timing import Clock
+from benchmarks.verdicts import Setting, Verdict, judge
 
 FLOORS = Setting(floors={claim.noise: 0.02 for claim in CLAIMS.values() if claim.noise})
 """A machine whose noise is known."""

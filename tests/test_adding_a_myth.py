@@ -18,7 +18,8 @@ import torch
 
 import benchmarks.calibration
 import benchmarks.claims
-from benchmarks.claims import CLAIMS, Claim
+from benchmarks.claims import CLAIMS
+from benchmarks.verdicts import Claim
 
 ROOT = Path(__file__).parents[1]
 

@@ -27,9 +27,10 @@ from benchmarks.attention import (
     qkv,
     sdpa,
 )
-from benchmarks.claims import CLAIMS, Verdict, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted, paired_ratio
 from benchmarks.timing import Clock
+from benchmarks.verdicts import Verdict, Word, judge
 
 quickly = settings(deadline=None, max_examples=50)
 CPU_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import benchmarks.report
+import benchmarks.run_file
 from benchmarks.__main__ import main
 from benchmarks.gate import accept, compare
 from benchmarks.gate.baseline import NOISIEST, card_path, find, kept, other_software, read_baseline, unlike
-from benchmarks.report import ReportError, read_run
+from benchmarks.run_file import RunFileError, read_run
 from benchmarks.series import ARTICLE
 from tests.gated import changed, entry, some_run, written
 
@@ -75,7 +75,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_baseline_is_one_clear_line(name, tmp_path):
     path = written(changed(RUN, HOSTILE[name]), tmp_path / "evil.json")
-    with pytest.raises(ReportError) as refused:
+    with pytest.raises(RunFileError) as refused:
         read_baseline(path)
     assert str(refused.value).isprintable()
     assert "evil.json" in str(refused.value)
@@ -99,17 +99,17 @@ def test_a_hostile_baseline_is_one_clear_line(name, tmp_path):
 def test_a_torn_or_broken_baseline_is_one_clear_line(content, tmp_path):
     path = tmp_path / "torn.json"
     path.write_bytes(content)
-    with pytest.raises(ReportError, match=r"torn\.json") as refused:
+    with pytest.raises(RunFileError, match=r"torn\.json") as refused:
         read_baseline(path)
     assert str(refused.value).isprintable()
 
 
 def test_a_huge_baseline_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmarks.report, "LONGEST_BYTES", 2**20)
+    monkeypatch.setattr(benchmarks.run_file, "LONGEST_BYTES", 2**20)
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse: takes no room
-    with pytest.raises(ReportError, match="larger than 1 MiB"):
+    with pytest.raises(RunFileError, match="larger than 1 MiB"):
         read_baseline(path)
 
 
@@ -145,7 +145,7 @@ def test_whatever_stands_anywhere_in_a_baseline_it_is_refused_in_a_line_or_compa
 
     try:
         read = read_baseline(written(changed(RUN, put), held))
-    except ReportError as refused:
+    except RunFileError as refused:
         said = [str(refused)]
     else:
         accept.accepted(read, None)
@@ -203,7 +203,7 @@ def test_the_baseline_of_this_machine_is_found_by_what_it_is_of(tmp_path):
     written(RUN, tmp_path / "b.json")
     assert find(RUN, tmp_path) == tmp_path / "b.json"
     written(RUN, tmp_path / "c.json")
-    with pytest.raises(ReportError, match=r"b\.json and c\.json"):
+    with pytest.raises(RunFileError, match=r"b\.json and c\.json"):
         find(RUN, tmp_path)
 
 
@@ -219,9 +219,9 @@ def test_the_articles_figures_are_no_baseline_even_of_a_rig_like_theirs(tmp_path
     assert unlike(run, t4) == []
     assert find(run, CARDS) is None
     assert card_path(run, CARDS).name == "tesla-t4-run.json"
-    with pytest.raises(ReportError, match="the article's figures"):
+    with pytest.raises(RunFileError, match="the article's figures"):
         read_baseline(ARTICLE)
-    with pytest.raises(ReportError, match="no figure with an interval"):
+    with pytest.raises(RunFileError, match="no figure with an interval"):
         read_baseline(written(t4, tmp_path / "copy.json"))
     before = ARTICLE.read_bytes()
     assert main(["accept", str(written(run, tmp_path / "run.json")), "--to", str(ARTICLE)]) == 2

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks import batching
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.memory import OutOfMemory, kv_cache_bytes, tensor_bytes
 from benchmarks.phases import EagerEngine, Prompt, Request, State, serve
 from benchmarks.rigs import random_model
 from benchmarks.runs import Run
 from benchmarks.timing import Clock, quiet
+from benchmarks.verdicts import Word
 from benchmarks.workloads import LARGEST_BATCH, Workload
 from tests.pretend import Pretend, verdict
 

@@ -13,13 +13,13 @@ from transformers import AutoConfig
 
 from benchmarks import bigger_gpu
 from benchmarks.bigger_gpu import KV_CACHE, REPLAYS, WEIGHTS, Pair, Published
-from benchmarks.claims import Word
 from benchmarks.decoder import TorchOps, read
 from benchmarks.estimates import unusable
 from benchmarks.graphs import GraphEngine, static_engine
 from benchmarks.rigs import random_model
 from benchmarks.roofline import Roofline
 from benchmarks.runs import Run
+from benchmarks.verdicts import Word
 from benchmarks.workloads import Workload
 from tests.pretend import verdict
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import page
-from benchmarks.report import read_run
+from benchmarks.run_file import read_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CARDS = Path(__file__).parents[1] / "benchmarks" / "cards"

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from benchmarks import calibration
 from benchmarks.__main__ import main
 from benchmarks.calibration import FLOOR_CONFIDENCE, Calibration, Floor, a_a, calibrate, floor_of, keep, table
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import median_interval, paired_ratio
 from benchmarks.session import Options, Session
+from benchmarks.verdicts import Word
 
 KNOWN = Calibration(
     {"decode_wall": Floor("decode_wall", 0.02, 40, 1.001, 0.99, 1.02, 0.05)},

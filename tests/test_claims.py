@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.claims import CLAIMS, Bound, Claim, Setting, Word, format_figure, judge, not_judged
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate, counted, paired_ratio, unusable
+from benchmarks.verdicts import Bound, Claim, Setting, Word, format_figure, judge, not_judged
 
 quickly = settings(deadline=None, max_examples=50)
 ratios = st.floats(0.01, 100)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.claims import Bound, Word
 from benchmarks.estimates import (
     CONFIDENCE,
     EARLY_FACTOR,
@@ -24,6 +23,7 @@ from benchmarks.estimates import (
     paired_ratio,
     unusable,
 )
+from benchmarks.verdicts import Bound, Word
 
 quickly = settings(deadline=None, max_examples=60)
 times = st.floats(1e-6, 1e6)

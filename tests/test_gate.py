@@ -21,7 +21,7 @@ import benchmarks.gate
 import benchmarks.gate.yardstick
 import benchmarks.prefix
 import benchmarks.session
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted
 from benchmarks.gate import (
     LOOKS,
@@ -39,7 +39,8 @@ from benchmarks.gate import (
 )
 from benchmarks.gate.rules import CLAIMED, RULES, figures, rule_of
 from benchmarks.ledger import Cell
-from benchmarks.report import read_run
+from benchmarks.run_file import read_run
+from benchmarks.verdicts import Word
 from tests.gated import Run, changed, entry, some_run, written
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.claims import CLAIMS, Setting, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted, paired_ratio, unusable
 from benchmarks.ledger import SCHEMA_VERSION, Cell, Ledger, verdict_record, write_json
+from benchmarks.verdicts import Setting, judge
 
 
 def cell(name: str = "batching.1.decode", **changes: Any) -> Cell:

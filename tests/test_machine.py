@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import machine
-from benchmarks.machine import Card, Sensors, neighbours_in, record, supports_bfloat16, warnings
+from benchmarks.machine import Card, Sensors, neighbours_in, record, supports_bfloat16
+from benchmarks.preflight import warnings
 from benchmarks.timing import interleave
 
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 4, 6, 12, 13, 15

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import page as page_module
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.finding import badge, finding
 from benchmarks.page import page, write_page
 from benchmarks.page.plots import plots_of
 from benchmarks.page.stations import STATIONS, answer
-from benchmarks.report import read_run
+from benchmarks.run_file import read_run
 from benchmarks.series import Point, Speculated, article, crossing, limits_of, series_of, slope, strips
+from benchmarks.verdicts import Word
 
 CARDS = Path(__file__).parents[1] / "benchmarks" / "cards"
 VOID = {"meta", "br", "hr", "img", "input", "link", "col", "path", "use", "rect"}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from benchmarks import parallel, workloads
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate
 from benchmarks.parallel import pipeline, team
 from benchmarks.parallel.pipeline import Flight, idle_share
@@ -31,6 +31,7 @@ from benchmarks.rigs import Loader, RigError, choose
 from benchmarks.runs import Run
 from benchmarks.timing import Rounds
 from benchmarks.traces import Event
+from benchmarks.verdicts import Word
 from tests import lying_ranks
 from tests.pretend import verdict
 from tests.unruly import Unruly, stillborn

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, DynamicCache, GenerationConfig
 
 from benchmarks import batching, prefix
-from benchmarks.claims import CLAIMS, Verdict, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.phases import (
     EagerEngine,
     Prompt,
@@ -32,6 +32,7 @@ from benchmarks.phases import (
 from benchmarks.prefix import Hit
 from benchmarks.rigs import random_model
 from benchmarks.timing import Clock
+from benchmarks.verdicts import Verdict, Word, judge
 from benchmarks.workloads import Ids, Workload
 
 SHAPE = {

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from benchmarks import nimbusdb, prefix
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.phases import EagerEngine, Prompt, StoredPrefix, in_turn
 from benchmarks.prefix import Hit, Told
 from benchmarks.rigs import Loader, choose
 from benchmarks.runs import Run
 from benchmarks.session import Compared, Session
 from benchmarks.timing import interleave, quiet
+from benchmarks.verdicts import Word
 from benchmarks.workloads import Ids
 from tests.pretend import Pretend, PretendCache, Time, verdict
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import quantization
-from benchmarks.claims import CLAIMS, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import FIRST_LOOK, counted
 from benchmarks.memory import OutOfMemory
 from benchmarks.phases import EagerEngine, Prompt, decode
@@ -21,6 +21,7 @@ from benchmarks.quantization import Quality, Room, bytes_explained, expected_byt
 from benchmarks.rigs import Loader, Rig, Source
 from benchmarks.runs import Run
 from benchmarks.timing import Clock
+from benchmarks.verdicts import Word, judge
 from benchmarks.workloads import Workload
 
 SHAPE = {

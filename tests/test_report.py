@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from benchmarks.claims import CLAIMS, Setting, judge, not_judged
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate, counted, unusable
 from benchmarks.ledger import Cell, Ledger, verdict_record
-from benchmarks.report import ReportError, card_lines, card_markdown, plain, read_run, write_card
+from benchmarks.report import card_lines, card_markdown, write_card
+from benchmarks.run_file import RunFileError, read_run
+from benchmarks.tables import plain
+from benchmarks.verdicts import Setting, judge, not_judged
 
 T4 = Path(__file__).parents[1] / "benchmarks" / "cards" / "tesla-t4.json"
 
@@ -527,7 +530,7 @@ def test_no_text_of_a_run_becomes_markup(text):
 def _refused(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ReportError) as caught:
+    with pytest.raises(RunFileError) as caught:
         read_run(path)
     said = str(caught.value)
     assert "\n" not in said
@@ -571,13 +574,13 @@ def test_a_file_of_more_than_64_mib_is_refused_unread(tmp_path):
     path = tmp_path / "run.json"
     with path.open("wb") as file:
         file.truncate(64 * 2**20 + 1)
-    with pytest.raises(ReportError, match="larger than 64 MiB"):
+    with pytest.raises(RunFileError, match="larger than 64 MiB"):
         read_run(path)
 
 
 @pytest.mark.parametrize("name", ["absent.json", "."])
 def test_what_cannot_be_opened_is_refused(tmp_path, name):
-    with pytest.raises(ReportError, match="can't be read"):
+    with pytest.raises(RunFileError, match="can't be read"):
         read_run(tmp_path / name)
 
 
@@ -655,7 +658,7 @@ def test_every_field_is_checked_or_not_used(tmp_path, run):
         path.write_text(json.dumps(broken), encoding="utf-8")
         try:
             lines = card_lines(read_run(path))
-        except ReportError:
+        except RunFileError:
             continue
         drawn += 1
         assert all(_harmless(line) and len(line) <= 100 for line in lines)

@@ -12,11 +12,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.cells_csv import cells_csv
-from benchmarks.claims import CLAIMS, judge, not_judged
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import Estimate
 from benchmarks.ledger import Cell, Ledger
 from benchmarks.machine import record
-from benchmarks.report import ReportError, read_run
+from benchmarks.run_file import RunFileError, read_run
+from benchmarks.verdicts import judge, not_judged
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CARDS = sorted((BENCHMARKS / "cards").glob("*.json"))
@@ -98,7 +99,7 @@ def test_what_the_reader_demands_the_schema_demands_too(fresh, validator, tmp_pa
             path.write_text(json.dumps(less), encoding="utf-8")
             try:
                 read_run(path)
-            except ReportError:
+            except RunFileError:
                 assert _faults(validator, less), f"the reader refuses a run without {field}, the schema doesn't"
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import serving
-from benchmarks.claims import CLAIMS, Word
+from benchmarks.claims import CLAIMS
 from benchmarks.serving import measures
 from benchmarks.serving.answers import Answer, Ask, Outcome
 from benchmarks.serving.loads import (
@@ -35,6 +35,7 @@ from benchmarks.serving.loads import (
 )
 from benchmarks.serving.metrics import Change, Snapshot
 from benchmarks.timing import Rounds
+from benchmarks.verdicts import Word
 from tests.pretend import verdict
 
 # A server on paper ----------------------------------------------------------------------------------------------------

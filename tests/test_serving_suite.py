@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 import benchmarks.serving
 import benchmarks.serving.client
 import benchmarks.serving.loads
-from benchmarks.claims import Word
 from benchmarks.rigs import NIMBUS, Loader, Rig, Source, choose
 from benchmarks.serving import Broken, NotServed, Server, measures
 from benchmarks.serving.client import Client, Endpoint
 from benchmarks.serving.servers import Fleet, Launch, Plan, Process, ServerError, model_folder
+from benchmarks.verdicts import Word
 from tests.fakeserver import Fake, fake
 from tests.pretend import verdict
 from tests.test_suite import MYTHS, ROOT, Ran, pytest_here

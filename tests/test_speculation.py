@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, GenerationConfig
 
 from benchmarks import speculation
-from benchmarks.claims import CLAIMS, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import FIRST_LOOK
 from benchmarks.phases import EagerEngine, Reference, reference, tolerance
 from benchmarks.rigs import random_model
 from benchmarks.speculation import DRAFT_LEN, Checked, EagerVerifier, Generated, Loop, generate
 from benchmarks.timing import Clock
 from benchmarks.tokens import Match, Tolerance
+from benchmarks.verdicts import Word, judge
 from benchmarks.workloads import Ids, Workload
 
 QUICK = settings(deadline=None, max_examples=20)

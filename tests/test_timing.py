@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.claims import Bound, Claim, Word, judge
 from benchmarks.estimates import paired_ratio
 from benchmarks.timing import Clock, Rounds, interleave, quiet
+from benchmarks.verdicts import Bound, Claim, Word, judge
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.claims import CLAIMS, Verdict, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.tokens import (
     DISTANCE_FACTOR,
     NEAR_TIE_FACTOR,
@@ -22,6 +22,7 @@ from benchmarks.tokens import (
     share_explained,
     vacuous,
 )
+from benchmarks.verdicts import Verdict, Word, judge
 
 quickly = settings(deadline=None, max_examples=40)
 VOCAB = 8

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import traces
 from benchmarks.attention import naive, qkv, sdpa
-from benchmarks.claims import CLAIMS, Word, judge
+from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted
 from benchmarks.ledger import Cell
 from benchmarks.rows import kernels
@@ -34,6 +34,7 @@ from benchmarks.traces import (
     trace,
     trace_each,
 )
+from benchmarks.verdicts import Word, judge
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0"
 FLASH = "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64, 64, 256, 4, false, cutlass::half_t>>"

@@ -22,9 +22,9 @@ import numpy
 import pytest
 
 from benchmarks import timing
-from benchmarks.claims import Bound, Claim, Word, judge
 from benchmarks.estimates import LAST_LOOK, Estimate, looks, paired_ratio
 from benchmarks.timing import Rounds, interleave
+from benchmarks.verdicts import Bound, Claim, Word, judge
 
 SERIES = 1000
 NOISE = 0.01

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.diagnose.evidence import Evidence, times
 from benchmarks.diagnose.fixes import Fix, Metric, Untold, number, percent, ranked
 from benchmarks.diagnose.questions import Finding, Step, Targets, memory, throughput, tpot, ttft
-from benchmarks.report import ReportError, read_run
+from benchmarks.run_file import RunFileError, read_run
 from benchmarks.tables import plain
 
 __all__ = ["BiggerGpu", "Diagnosis", "Fix", "Step", "Targets", "Untold", "diagnose", "diagnosis_lines"]
@@ -219,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the diagnosis of a run. Raises ReportError for a file that is no run and for targets that are no figures."""
+    """Prints the diagnosis of a run. Raises RunFileError for a file that is no run and for targets that are no figures."""
     ttft_ms, tpot_ms, rate, chats, context_len = (_target(arguments, name) for name, _, _ in TARGETS)
     targets = Targets(_seconds(ttft_ms), _seconds(tpot_ms), rate, chats, context_len)
     sys.stdout.write("\n".join(diagnosis_lines(diagnose(read_run(arguments.run), targets))) + "\n")
@@ -236,7 +236,7 @@ def _target(arguments: argparse.Namespace, name: str) -> float | None:
         value = math.nan
     # As far from the ends of what a float holds as no target is: the arithmetic stays finite.
     if not 1e-9 <= value <= 1e15:
-        raise ReportError(f"{name} must be a positive number of a sane size, such as 50, not {plain(text, 40)!r}")
+        raise RunFileError(f"{name} must be a positive number of a sane size, such as 50, not {plain(text, 40)!r}")
     return value
 
 

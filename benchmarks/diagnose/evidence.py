@@ -13,10 +13,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from benchmarks.claims import format_figure
 from benchmarks.estimates import median_interval
 from benchmarks.series import not_comparable
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import format_figure
 
 QUANTIZED = ("int8", "nf4")
 

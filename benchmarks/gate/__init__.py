@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from benchmarks.claims import CLAIMS, Word, format_figure
+from benchmarks.claims import CLAIMS
 from benchmarks.gate.baseline import Run, shown
 from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, Better, Entry, Figure, Rule, figures, rule_of
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word, format_figure
 
 Key = tuple[str, str]
 """What tells claims and cells of a run apart: id and engine."""

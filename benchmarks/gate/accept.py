@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Word
 from benchmarks.gate import Finding, Key, Outcome, compare
 from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, read_baseline, unlike
 from benchmarks.ledger import write_json
-from benchmarks.report import ReportError, read_run
+from benchmarks.run_file import RunFileError, read_run
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Accepted:
 def accepted(run: Run, old: Run | None) -> Accepted:
     """The baseline that a run makes, of the fields that kept() keeps; `old` is the one that it would replace.
 
-    Raises ReportError when the run can't be gated against, judged nothing, or is of another machine or rig than `old`.
+    Raises RunFileError when the run can't be gated against, judged nothing, or is of another machine or rig than `old`.
     """
     fresh = kept(run)
     gateable(fresh)
     if not fresh["claims"] and not fresh["cells"]:
-        raise ReportError("the run measured nothing, so there is nothing to accept")
+        raise RunFileError("the run measured nothing, so there is nothing to accept")
     if old is None:
         return Accepted(fresh, tuple(_first(fresh)))
     if why := unlike(run, old):
-        raise ReportError(
+        raise RunFileError(
             f"the file to write is a baseline of something else: {'; '.join(why)}; name another with --to"
         )
     before = kept(old)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.claims import Word
-from benchmarks.report import ReportError, read_run
+from benchmarks.run_file import RunFileError, read_run
 from benchmarks.series import ARTICLE
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word
 
 CARDS = Path(__file__).parents[1] / "cards"
 """The baselines that come with the suite, one a card."""
@@ -33,39 +33,39 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._,'+-]{0,99}")
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """The baseline in a file. Raises ReportError, in one line, for whatever can't be gated against: what is no whole
+    """The baseline in a file. Raises RunFileError, in one line, for whatever can't be gated against: what is no whole
     run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, two entries of one name, a
     verdict without its figure, and the article's published figures, which are no run."""
     if path.resolve() == ARTICLE.resolve():
         name = f"{ARTICLE.stem}-run.json"
-        raise ReportError(
+        raise RunFileError(
             f"{plain(path, 120)} is no baseline but the article's figures; a run of that card goes to {name}"
         )
     run = read_run(path)
     try:
         gateable(run)
-    except ReportError as error:
-        raise ReportError(f"{plain(path, 120)} is no baseline: {error}") from None
+    except RunFileError as error:
+        raise RunFileError(f"{plain(path, 120)} is no baseline: {error}") from None
     return run
 
 
 def gateable(run: Run) -> None:
-    """Raises ReportError, in one line, for the first thing in a run that the gate can't rest on."""
+    """Raises RunFileError, in one line, for the first thing in a run that the gate can't rest on."""
     for name, floor in run.get("noise_floor", {}).items():
         _named(name, "a noise floor's name")
         if floor is not None and not 0 <= floor <= NOISIEST:
-            raise ReportError(f"noise_floor.{plain(name, 40)} is {floor:g}; one is a share from 0 to {NOISIEST:g}")
+            raise RunFileError(f"noise_floor.{plain(name, 40)} is {floor:g}; one is a share from 0 to {NOISIEST:g}")
     for kind in ("claims", "cells"):
         seen: set[tuple[str, str]] = set()
         for n, entry in enumerate(run[kind]):
             for field in ("id", "engine", "station"):
                 _named(_text(entry.get(field), f"{kind}[{n}].{field}"), f"{kind}[{n}].{field}")
             if (key := (entry["id"], entry["engine"])) in seen:
-                raise ReportError(f"{kind}[{n}] is a second {key[0]} of engine {key[1]}")
+                raise RunFileError(f"{kind}[{n}] is a second {key[0]} of engine {key[1]}")
             seen.add(key)
     for claim in run["claims"]:
         if len({part["what"] for part in claim["parts"]}) < len(claim["parts"]):
-            raise ReportError(f"claim {claim['id']} has two parts of one name")
+            raise RunFileError(f"claim {claim['id']} has two parts of one name")
         _claim(claim)
     for cell in run["cells"]:
         _cell(cell)
@@ -74,46 +74,46 @@ def gateable(run: Run) -> None:
 def _claim(claim: Run) -> None:
     decided = (Word.HOLDS, Word.REFUTED)
     if claim["verdict"] in decided and not claim["parts"]:
-        raise ReportError(f"claim {claim['id']} has a verdict and nothing that was judged")
+        raise RunFileError(f"claim {claim['id']} has a verdict and nothing that was judged")
     for part in claim["parts"]:
         where = f"{plain(part['what'], 60)!r} of claim {claim['id']}"
         known = [finite(value) for value in (part["observed"], *(part["interval"] or (None, None)))]
         observed, low, high = known
         if None in known and (claim["verdict"] == Word.HOLDS or part["verdict"] in decided):
-            raise ReportError(f"{where} is decided, yet it has no figure with an interval")
+            raise RunFileError(f"{where} is decided, yet it has no figure with an interval")
         if low is not None and high is not None and (observed is None or not low <= observed <= high):
-            raise ReportError(f"{where} has an interval that doesn't hold what was observed")
+            raise RunFileError(f"{where} has an interval that doesn't hold what was observed")
 
 
 def _cell(cell: Run) -> None:
     for name in ("wall_s", "device_s"):
         if any(value is None or value < 0 for value in cell[name] or ()):
-            raise ReportError(f"cell {cell['id']} has a time in {name} that is none, or below zero")
+            raise RunFileError(f"cell {cell['id']} has a time in {name} that is none, or below zero")
     for group in ("bytes", "figures"):
         for name, value in cell[group].items():
             _named(name, f"a name in {group} of cell {cell['id']}")
             if isinstance(value, bool):
-                raise ReportError(f"cell {cell['id']} has true or false where {group}.{name} is a number")
+                raise RunFileError(f"cell {cell['id']} has true or false where {group}.{name} is a number")
             counted = group == "bytes" or name.endswith(("_s", "_noise", "_bytes"))
             if value is not None and value < 0 and counted and not name.startswith("added_"):  # a difference may be
-                raise ReportError(f"cell {cell['id']} has {group}.{name} below zero: {value:g}")
+                raise RunFileError(f"cell {cell['id']} has {group}.{name} below zero: {value:g}")
             if value is not None and name.endswith("_noise") and value > NOISIEST:
-                raise ReportError(f"cell {cell['id']} has {name} {value:g}, which would hide any loss")
+                raise RunFileError(f"cell {cell['id']} has {name} {value:g}, which would hide any loss")
     for name, ran in cell["kernels"].items():
         _named(name, f"a name in kernels of cell {cell['id']}")
         if not isinstance(ran, str | bool | int | list | dict | None):
-            raise ReportError(f"cell {cell['id']} has something in kernels.{name} that names no kernel")
+            raise RunFileError(f"cell {cell['id']} has something in kernels.{name} that names no kernel")
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise ReportError(f"{where} must be text")
+        raise RunFileError(f"{where} must be text")
     return value
 
 
 def _named(name: str, where: str) -> None:
     if not _NAME.fullmatch(name):
-        raise ReportError(f"{plain(where, 80)} is no name: {plain(name, 40)!r}")
+        raise RunFileError(f"{plain(where, 80)} is no name: {plain(name, 40)!r}")
 
 
 # Like with like -------------------------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def other_software(run: Run, baseline: Run) -> list[str]:
 
 def find(run: Run, folder: Path = CARDS) -> Path | None:
     """The baseline of this machine, rig and engine in a folder, None where there is none; never the article's figures.
-    Raises ReportError for a file that can't be read or gated against, and where two would do."""
+    Raises RunFileError for a file that can't be read or gated against, and where two would do."""
     files = [path for path in sorted(folder.glob("*.json")) if path.name != ARTICLE.name]
     found = [path for path in files if not unlike(run, read_baseline(path))]
     if len(found) > 1:
-        raise ReportError(f"{found[0].name} and {found[1].name} are both of this machine and rig: name one of them")
+        raise RunFileError(f"{found[0].name} and {found[1].name} are both of this machine and rig: name one of them")
     return found[0] if found else None
 
 

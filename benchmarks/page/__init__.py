@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from benchmarks.cells_csv import cells_csv
-from benchmarks.claims import CLAIMS, Word, format_figure
+from benchmarks.claims import CLAIMS
 from benchmarks.diagnose import Diagnosis, diagnose
 from benchmarks.finding import badge, counts, finding
 from benchmarks.page.drawing import Plot
@@ -28,6 +28,7 @@ from benchmarks.page.strips import strips_of
 from benchmarks.report import head
 from benchmarks.series import Series, article, series_of
 from benchmarks.tables import LABELS, Table, finite, plain, tables_of
+from benchmarks.verdicts import Word, format_figure
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKS = {Word.HOLDS: "\u2713", Word.REFUTED: "\u2717", Word.INCONCLUSIVE: "~", Word.NOT_JUDGED: "\u2013"}

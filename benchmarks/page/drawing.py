@@ -20,8 +20,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from benchmarks.claims import format_figure
 from benchmarks.series import Point, Series
+from benchmarks.verdicts import format_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from benchmarks import series as read
-from benchmarks.claims import format_figure
 from benchmarks.page.drawing import (
     COLOURS,
     HATCHES,
@@ -25,6 +24,7 @@ from benchmarks.page.drawing import (
     told_points,
 )
 from benchmarks.series import Point, Series
+from benchmarks.verdicts import format_figure
 
 Found = TypeVar("Found")
 Drawing = Callable[[Sequence[Series]], Iterable[Plot]]

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.claims import Word, format_figure
 from benchmarks.tables import finite, plain
+from benchmarks.verdicts import Word, format_figure
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from benchmarks.claims import format_figure
 from benchmarks.page.drawing import (
     CHARACTER_IN,
     FAINT,
@@ -22,6 +21,7 @@ from benchmarks.page.drawing import (
     plain_number,
 )
 from benchmarks.series import Series, Strip, strips
+from benchmarks.verdicts import format_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
