@@ -112,6 +112,11 @@ def test_replicas_serve_alone_and_together(pair: Team, one_row: Any) -> None:
     assert len(workers.call("serve", one_row, True)) == 2
 
 
+def test_each_replica_says_why_it_cannot_record_a_step(pair: Team, one_row: Any) -> None:
+    reasons = pair.record_step(one_row)
+    assert len(reasons) == 2 and all("no CUDA on this machine" in str(reason) for reason in reasons)
+
+
 def test_split_models_say_what_the_whole_one_says_until_they_lie(pair: Team) -> None:
     honest = {name: matches(pair, name) for name in (TENSOR_PARALLEL, PIPELINE)}
     shown = parallel.same_tokens_show(*honest.values())["parallel.same_tokens"]
@@ -437,5 +442,5 @@ def test_cells_say_what_was_measured_and_on_how_many_gpus() -> None:
     assert split.figures["sync_device_s"] == 0.0004 and split.figures["decode_device_s"] == pytest.approx(0.0022)
     flown = parallel.flight_cells(512, "fp16", flights(0.5, 0.12), 2)
     assert [c.figures["idle_share"] for c in flown] == pytest.approx([0.5, 1 / 3, 0.12])
-    made = parallel.replica_cells(replicas(), workload, workload, "fp16")
-    assert [c.workload["gpus"] for c in made] == [1, 2, 2]
+    made = parallel.replica_cells(replicas(), workload, workload, "fp16", "graph")
+    assert [c.workload["gpus"] for c in made] == [1, 2, 2] and {c.engine for c in made} == {"replicas, graph"}

@@ -293,7 +293,11 @@ def flight_cells(
     ]
 
 
-def replica_cells(rounds: Rounds[list[Run]], one: Workload, sixteen: Workload, precision: str) -> list[Cell]:
+def replica_cells(
+    rounds: Rounds[list[Run]], one: Workload, sixteen: Workload, precision: str, engine: str
+) -> list[Cell]:
+    """The three ways as rows. `engine` is what each replica runs its steps by."""
+    name = "replicas" if engine == "eager" else f"replicas, {engine}"
     n = len(rounds["together"][0])
     made = []
     for id, side, gpus, workload in (
@@ -303,7 +307,5 @@ def replica_cells(rounds: Rounds[list[Run]], one: Workload, sixteen: Workload, p
     ):
         worst = [max(runs, key=lambda r: r.e2e_s) for runs in rounds[side]]
         total = statistics.median(_tokens_per_s(runs) for runs in rounds[side])
-        made.append(
-            request_cell(id, "replicas", gpus, workload, precision, worst, figures={"output_tokens_per_s": total})
-        )
+        made.append(request_cell(id, name, gpus, workload, precision, worst, figures={"output_tokens_per_s": total}))
     return made

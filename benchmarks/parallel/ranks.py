@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.graphs import CannotCapture, GraphEngine, capture
 from benchmarks.memory import Device, resident_bytes
 from benchmarks.parallel import pipeline, tensor_parallel
 from benchmarks.parallel.pipeline import Flight, Pipe, StageEngine
@@ -123,6 +124,7 @@ class Rank:
         self.dtype: torch.dtype = getattr(torch, group.rig.dtype)
         self.clock = clock_for(device)
         self.engines: dict[str, EagerEngine] = {}
+        self.recorded: dict[int, GraphEngine] = {}
         self._pipes: dict[int, Pipe] = {}
         self.fence()
 
@@ -168,14 +170,23 @@ class Rank:
         model = tensor_parallel.split(random_model(config, self.dtype, self.device), self.group.world_size)
         self.engines[WIDE_TENSOR_PARALLEL] = TensorParallelEngine(model)
 
+    def record_step(self, batch_size: int, cache_len: int) -> str | None:
+        """Record the whole model's decode step for batches of that size. Why it can't be done, None when it is."""
+        made = capture(self.engines[WHOLE].model, batch_size, cache_len)
+        if isinstance(made, CannotCapture):
+            return str(made)
+        self.recorded[batch_size] = made
+        return None
+
     # Serving ----------------------------------------------------------------------------------------------------------
 
-    def serve(self, workload: Workload, fenced: bool) -> Run:
-        """Serve the whole model here, as a replica does. `fenced`: all of them start together."""
+    def serve(self, workload: Workload, fenced: bool, recorded: bool = False) -> Run:
+        """Serve the whole model here, as a replica does, by its recorded steps if asked. `fenced`: all start together."""
+        engine: Any = self.recorded[workload.batch_size] if recorded else self.engines[WHOLE]
         with quiet():
             if fenced:
                 self.fence()
-            return serve(Request(self.engines[WHOLE], workload), self.clock).run
+            return serve(Request(engine, workload), self.clock).run
 
     def serve_beside(self, alone: str, split: str, workload: Workload, split_first: bool) -> dict[str, Run]:
         """Serve a workload by a whole model on rank 0 and by the split one on all, step by step in turn.

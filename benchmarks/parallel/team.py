@@ -19,6 +19,7 @@ from benchmarks.parallel.ranks import WHOLE, WIDE, Group, join
 from benchmarks.parallel.tensor_parallel import Shares
 from benchmarks.parallel.workers import Workers, WorkersFailed
 from benchmarks.rigs import Loader, Rig, RigError
+from benchmarks.workloads import Workload
 
 MOST_GPUS = 8
 """One host's worth: beyond it the network between hosts would be the subject."""
@@ -150,6 +151,16 @@ class Team:
             if name not in self.held_bytes:
                 self.held_bytes[name] = self._hold(self._workers, name)
         return self._workers
+
+    def record_step(self, asked: Workload) -> list[str | None]:
+        """Record the whole model's decode step in every worker, for requests like this one: why not, one entry a worker.
+
+        Raises WorkersFailed.
+        """
+        found: list[str | None] = self.need(WHOLE).call(
+            "record_step", asked.batch_size, asked.total_len, timeout_s=START_S
+        )
+        return found
 
     def _start(self) -> Workers:
         from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
