@@ -363,18 +363,6 @@ def _captured_or_skipped(item: pytest.Item) -> Iterator[None]:
 # What the myths use ---------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Ctrl-C may leave a frame without a line number (seen with Python 3.11 between two tests), and on such a frame pytest's
-    own account of the interruption fails, and with it the card: take it out."""
-    traceback: Any = excinfo.tb
-    while traceback.tb_next is not None:
-        if traceback.tb_next.tb_lineno is None:
-            traceback.tb_next = traceback.tb_next.tb_next
-        else:
-            traceback = traceback.tb_next
-
-
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Session:
     return request.config.stash[SESSION]
@@ -464,11 +452,11 @@ def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observe
 
 @pytest.fixture
 def sampled(benchmark: Any) -> Callable[[Callable[[], Any], Callable[[], object]], list[Any]]:
-    """Calls a measurement twice under pytest-benchmark's clock, after a warm-up, and gives back what it returned.
+    """Calls a measurement under pytest-benchmark's clock, after a warm-up, and gives back what it returned.
 
-    Twice, since a row is there to be read: what a verdict rests on has rounds of its own, as many as it needs. Claims and
-    cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled (the call is
-    then made once).
+    Twice unless told, since a row is there to be read: what a verdict rests on has rounds of its own, as many as it needs.
+    Claims and cells are made of what is returned, never of `benchmark.stats`, which is None when benchmarks are disabled
+    (the call is then made once).
     """
 
     def _sampled(call: Callable[[], Any], warm_up: Callable[[], object], rounds: int = 2) -> list[Any]:
@@ -482,6 +470,18 @@ def sampled(benchmark: Any) -> Callable[[Callable[[], Any], Callable[[], object]
 
 
 # What a person sees ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Ctrl-C may leave a frame without a line number (seen with Python 3.11 between two tests), and on such a frame pytest's
+    own account of the interruption fails, and with it the card: take it out."""
+    traceback: Any = excinfo.tb
+    while traceback.tb_next is not None:
+        if traceback.tb_next.tb_lineno is None:
+            traceback.tb_next = traceback.tb_next.tb_next
+        else:
+            traceback = traceback.tb_next
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

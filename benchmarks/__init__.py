@@ -1,8 +1,9 @@
 """The harness: measures inference and judges claims about it. No pytest in here; read it in this order.
 
-    workloads    what is asked: prompts of an exact length
-    rigs         which models answer: trained, random, quantized
+    workloads    what is asked: prompts of an exact length (texts: nimbusdb)
+    rigs         which models answer: trained, random, quantized (the embedded pair: nimbus/)
     phases       prefill() and decode(), the two verbs, timed
+    runs         a served request as a value: ttft, tpot, e2e
     timing       the clock, and rounds that measure two sides in turn
     estimates    a figure with its interval
     verdicts     what a claim is, and judge()

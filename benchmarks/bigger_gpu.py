@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -18,10 +17,9 @@ from benchmarks.memory import tensor_bytes
 from benchmarks.phases import EagerEngine, Prompt
 from benchmarks.roofline import Roofline, Work, burst_s, forward_work
 from benchmarks.runs import CLOCK_STOOD_STILL, Run, ratio
+from benchmarks.series import ARTICLE
 from benchmarks.traces import trace
 from benchmarks.workloads import Workload
-
-T4 = Path(__file__).parent / "cards" / "tesla-t4.json"
 
 BIGGER_X = 2.0
 """A card of less than twice the T4's bandwidth is no bigger one, and says nothing about what a bigger one brings."""
@@ -103,8 +101,8 @@ class Published:
     bandwidth_bytes_per_s: float
 
     @staticmethod
-    def t4(path: Path = T4) -> Published:
-        card = json.loads(path.read_text(encoding="utf-8"))
+    def t4() -> Published:
+        card = json.loads(ARTICLE.read_text(encoding="utf-8"))
         tpot_s = next(cell["figures"]["tpot_s"] for cell in card["cells"] if cell["id"] == "batching.1")
         return Published(float(tpot_s), float(card["roofline"]["bandwidth_bytes_per_s"]))
 

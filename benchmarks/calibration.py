@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import workloads
-from benchmarks.estimates import FIRST_LOOK, LAST_LOOK, Estimate, median_interval, paired_ratio
+from benchmarks.estimates import FULL_LOOK, LAST_LOOK, Estimate, median_interval, paired_ratio
 from benchmarks.ledger import write_json
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
 from benchmarks.timing import Rounds, interleave
@@ -128,8 +128,8 @@ def floor_of(metric: str, observed: Estimate) -> Floor | str:
     """
     if observed.problem is not None or observed.value is None or observed.low is None or observed.high is None:
         return observed.problem or "no interval could be drawn"
-    if observed.n < FIRST_LOOK:
-        return f"{observed.n} rounds within the budget, a floor needs {FIRST_LOOK}"
+    if observed.n < FULL_LOOK:
+        return f"{observed.n} rounds within the budget, a floor needs {FULL_LOOK}"
     first, second = observed.raw.values()
     reach = median_interval([a / b for a, b in zip(first, second, strict=True)], confidence=FLOOR_CONFIDENCE)
     assert reach.low is not None
@@ -164,7 +164,7 @@ def a_a(
 
     sides = {"A": side, "again": side}
     return observe(
-        interleave(sides, settled, budget_s, disturbance=disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
+        interleave(sides, settled, budget_s, disturbance=disturbance, min_rounds=FULL_LOOK, max_rounds=rounds)
     )
 
 
@@ -194,7 +194,7 @@ def _in_turn(
 
     both = {"both": in_turn(asked, session.clock)}
     return observe(
-        interleave(both, settled, budget_s, disturbance=session.disturbance, min_rounds=FIRST_LOOK, max_rounds=rounds)
+        interleave(both, settled, budget_s, disturbance=session.disturbance, min_rounds=FULL_LOOK, max_rounds=rounds)
     )
 
 

@@ -15,15 +15,15 @@ from functools import cache
 from operator import truediv
 
 CONFIDENCE = 0.9998
-"""Coverage of one interval. A claim is looked at after 10, 20, 40, 80 and 160 rounds and the first clear look decides,
-so the errors of the looks add up: at 99.98 % a true ratio exactly on the limit gets a wrong verdict with a chance of
-0.27 % over all looks, whatever the noise, and at most 0.34 % more where a budget ends between two of them
+"""Coverage of one interval. At it a claim is looked at after 10, 20, 40, 80 and 160 rounds (after 5: EARLY_LOOK) and the first
+clear look decides, so the errors of the looks add up: at 99.98 % a true ratio exactly on the limit gets a wrong verdict with
+a chance of 0.27 % over all looks, whatever the noise, and at most 0.34 % more where a budget ends between two of them
 (tests/test_estimates.py computes both, docs/verdict-quality.md shows it on synthetic series). At 99.95 % the looks
 alone would take 0.53 % of the 1 % that is promised."""
 
-FIRST_LOOK = 10
-"""Rounds before the first look. Without an effect, ten rounds agree on a side once in 512 times (0.2 %); nine already
-take 0.4 % of the 1 % promised above, however large the effect looked."""
+FULL_LOOK = 10
+"""Rounds from which an interval is the bootstrap's and not the early look's. Without an effect, ten rounds agree on a side once
+in 512 times (0.2 %); nine already take 0.4 % of the 1 % promised above, however large the effect looked."""
 
 LAST_LOOK = 160
 
@@ -135,7 +135,7 @@ def median_interval(
 ) -> Estimate:
     """The median of positive finite values and its bootstrap interval.
 
-    From EARLY_LOOK to FIRST_LOOK values the interval is the early look's; under that the estimate is unusable.
+    From EARLY_LOOK to FULL_LOOK values the interval is the early look's; under that the estimate is unusable.
     """
     raw = raw if raw is not None else {"values": tuple(values)}
     n = len(values)
@@ -147,7 +147,7 @@ def median_interval(
     middle = statistics.median(ordered)
     if n < EARLY_LOOK:
         return Estimate(middle, None, None, n, raw, f"{n} round{'s' * (n > 1)}, an interval needs {EARLY_LOOK}")
-    if n < FIRST_LOOK:
+    if n < FULL_LOOK:
         return Estimate(middle, ordered[0] / EARLY_FACTOR, ordered[-1] * EARLY_FACTOR, n, raw)
     rank = _lower_rank(n, 1 - confidence)
     return Estimate(middle, ordered[rank - 1], ordered[n - rank], n, raw)
@@ -173,7 +173,7 @@ def looks(last: int = LAST_LOOK) -> Iterator[int]:
     """The numbers of rounds after which a claim is looked at: doubling, so that few looks share the error."""
     if last >= EARLY_LOOK:
         yield EARLY_LOOK
-    n = FIRST_LOOK
+    n = FULL_LOOK
     while n <= last:
         yield n
         n *= 2

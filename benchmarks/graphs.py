@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.decoder import Decoder, KeyValues, Ops, TorchOps, Unsupported, read, step
-from benchmarks.phases import EagerEngine, Prompt
+from benchmarks.phases import EagerEngine, Prompt, logit_distance
 from benchmarks.tokens import NEAR_TIE_FACTOR
 
 Tensor = torch.Tensor
@@ -385,10 +385,10 @@ def step_error(engine: GraphEngine, step_len: int) -> tuple[float, float]:
         ours.append(state.all_logits.clone())
         if not torch.equal(state.choices, state.all_logits.argmax(-1)):
             raise Unsupported("its greedy choices are not the argmax of its own logits")
-    noise = _distance(torch.stack(stepped, dim=1), whole)
+    noise = float(logit_distance(torch.stack(stepped, dim=1), whole).max())
     least = max(_LEAST_ERROR, _LEAST_ROUNDINGS * torch.finfo(whole.dtype).eps) * float(whole.float().std())
     bound = NEAR_TIE_FACTOR * noise + least
-    return _distance(torch.cat(ours, dim=1), whole), bound
+    return float(logit_distance(torch.cat(ours, dim=1), whole).max()), bound
 
 
 def _whole(eager: EagerEngine, prompt: Prompt, forced: Tensor) -> Tensor:
@@ -402,9 +402,3 @@ def _whole(eager: EagerEngine, prompt: Prompt, forced: Tensor) -> Tensor:
         logits = eager.model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     kept: Tensor = logits[:, -forced.shape[1] :]
     return kept
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; centred, since a shift of all logits changes no choice."""
-    difference = a.float() - b.float()
-    return float((difference - difference.mean(-1, keepdim=True)).abs().max())

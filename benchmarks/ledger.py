@@ -17,7 +17,8 @@ from benchmarks.verdicts import Verdict, Word
 SCHEMA_VERSION = 1
 
 HOST_BOUND = 0.5
-"""Share of a step from which on the host's wait is most of it, and the card's own work the smaller part."""
+"""Whatever takes more than half of a wait names what holds it back: no change elsewhere can halve the wait then, and a change
+there might."""
 
 
 @dataclass(frozen=True)

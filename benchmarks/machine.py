@@ -78,7 +78,7 @@ class Card:
     """One CUDA device as torch describes it.
 
     `uuid` (with or without its "GPU-" or "MIG-") and `pci` ("00000000:0f:00.0") find the same card in NVML, whose order
-    ignores CUDA_VISIBLE_DEVICES. `cuda` is the CUDA version that torch was built with.
+    ignores CUDA_VISIBLE_DEVICES. `cuda` is the CUDA version that torch was built with, `gpus` how many cards it sees.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Card:
     uuid: str | None = None
     pci: str | None = None
     cuda: str | None = None
+    gpus: int = 1
 
     @classmethod
     def of(cls, device: str) -> Card:
@@ -111,6 +112,7 @@ class Card:
             uuid=str(properties.uuid),
             pci=f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0",
             cuda=torch.version.cuda,
+            gpus=cards,
         )
 
 
@@ -285,7 +287,11 @@ def _of_host(cpu: Mapping[str, object], notes: _Notes) -> dict[str, object]:
     notes.unavailable |= {field: why for field in CARD_FIELDS}
     if cpu["model"] is None:
         notes.unavailable["name"] = notes.unavailable["cpu.model"]
-    fields: dict[str, object] = {"name": cpu["model"], "memory_bytes": notes.keep("memory_bytes", _host_memory())}
+    fields: dict[str, object] = {
+        "name": cpu["model"],
+        "gpus": 0,
+        "memory_bytes": notes.keep("memory_bytes", _host_memory()),
+    }
     fields |= {field: None for field in CARD_FIELDS if "." not in field}
     return fields | {"clocks_mhz": dict.fromkeys(CLOCKS)}
 
@@ -317,6 +323,7 @@ def _of_card(card: Card, nvml: Any | None, notes: _Notes) -> dict[str, object]:
             notes.unavailable["neighbours.memory_bytes"] = "NVML doesn't say how much this process holds"
         return {
             "name": card.name,
+            "gpus": card.gpus,
             "capability": list(card.capability),
             "memory_bytes": card.memory_bytes,
             "driver": read("driver", lambda n, h: n.nvmlSystemGetDriverVersion()),
@@ -399,14 +406,18 @@ def _version(package: str) -> tuple[str | None, str | None]:
 
 def _cpu(notes: _Notes) -> dict[str, object]:
     """`cores` are those this process may use, `cores_total` the machine's, over which its load is counted."""
-    total = os.cpu_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    total, cores = os.cpu_count(), usable_cores()
     return {
         "model": notes.keep("cpu.model", (_cpu_model(), "the system doesn't name its CPU")),
         "cores": notes.keep("cpu.cores", (cores, "the system doesn't say")),
         "cores_total": notes.keep("cpu.cores_total", (total, "the system doesn't say")),
         "load_1m": notes.keep("cpu.load_1m", _load()),
     }
+
+
+def usable_cores() -> int | None:
+    """The CPU cores that this process may use, None where the system doesn't say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpu_model() -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ledger import HOST_BOUND
 from benchmarks.memory import Device, free_bytes, kv_cache_bytes, tensor_bytes
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
@@ -32,10 +33,6 @@ PRODUCT_S = {"cuda": 1e-3, "cpu": 5e-3}
 
 SIDES = (128, 8192)
 """Of the square matrices, from and to."""
-
-MOST = 0.5
-"""Whatever takes more than half of a wait names the regime. No change elsewhere can halve the wait then, and a change
-there might."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,9 @@ class Roofline:
         overhead-bound: neither. The device is busy, but with starting and emptying small kernels (on a CPU also with the
         interpreter) for most of its time. `device_s` None means that the device is the CPU, which never waits for a host.
         """
-        if device_s is not None and device_s < (1 - MOST) * wall_s:
+        if device_s is not None and device_s < (1 - HOST_BOUND) * wall_s:
             return "host-bound"
-        if self.floor_s(work) < MOST * (wall_s if device_s is None else device_s):
+        if self.floor_s(work) < HOST_BOUND * (wall_s if device_s is None else device_s):
             return "overhead-bound"
         return "memory-bound" if self.bytes_s(work) >= self.flops_s(work) else "compute-bound"
 

@@ -6,7 +6,6 @@ The pytest side (conftest.py) and the command line both stand on this; there is 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from benchmarks import machine, preflight, rigs, workloads
 from benchmarks.calibration import Calibration, Floor
 from benchmarks.claims import CLAIMS
-from benchmarks.estimates import Estimate
+from benchmarks.estimates import FULL_LOOK, Estimate
 from benchmarks.ledger import Ledger
 from benchmarks.rigs import Loader, Rig, RigError
 from benchmarks.timing import Clock, Rounds, interleave
@@ -39,7 +38,8 @@ CACHE_STEP = 256
 """A graph engine's static cache is a multiple of this long, so that workloads of about the same length share one."""
 
 BUDGET_S = {"cuda": 10.0, "cpu": 15.0}
-"""Seconds of rounds a claim may take. Decided claims stop long before; both engines on a card double what is asked."""
+"""Seconds of rounds a claim may take where none are given; FULL_LOOK rounds are made however long they take, since fewer decide
+only what is plain: on a T4 ten rounds of requests take 13 to 28 s. A budget that is given is kept."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,11 @@ class Session:
         self.loader = Loader(self.rig)
         self.clock: Clock = clock_for(device)
         self.budget_s = options.budget_s if options.budget_s is not None else BUDGET_S[device]
+        self.least_rounds = FULL_LOOK if options.budget_s is None else 1
         self.load_bytes: dict[str, int] = {}
         self._graphs: dict[tuple[object, ...], GraphEngine | NotCaptured] = {}
         self._floors: Mapping[str, float] = {}
-        self.machine = machine.record("cuda" if device == "cuda" else "cpu")
+        self.machine = machine.record(device)
         self._sensors = machine.Sensors(machine.Card.of("cuda")) if device == "cuda" else None
         self._lacks = self._lacking()
         self.ledger = Ledger(options.report, self.machine, self.rig.record, " and ".join(self.engine_names))
@@ -150,13 +151,19 @@ class Session:
             from benchmarks.parallel.team import gpu_names, lacking
 
             self._lacks |= lacking(self.loader.config(self.rig.target), self.options.world_size, gpu_names())
+        from benchmarks.memory import kv_cache_bytes
+
+        try:
+            kv_cache_bytes(self.loader.config(self.rig.target), 1, 1)
+        except ValueError as error:
+            self._lacks["kv_bytes"] = str(error)
         if self._sensors is not None:
             self._sensors.__enter__()
 
     def close(self) -> None:
         """Record the machine as it is afterwards."""
         if self.ledger.begun:
-            self.ledger.note("machine_after", machine.record("cuda" if self.device == "cuda" else "cpu"))
+            self.ledger.note("machine_after", machine.record(self.device))
         if self._sensors is not None:
             self._sensors.__exit__(None, None, None)
 
@@ -292,9 +299,10 @@ class Session:
         sides: Mapping[str, Callable[[], T]],
         observe: Callable[[Rounds[T]], Mapping[str, Observed]],
         engine: str = "eager",
-        min_rounds: int = 1,
+        min_rounds: int | None = None,
     ) -> Compared[T]:
-        """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends.
+        """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends, though not before
+        `min_rounds` (`least_rounds` where none are given).
 
         `observe` gives for each claim id what the rounds so far show under `engine`. Claims that can't be judged here
         don't hold up the others.
@@ -307,7 +315,13 @@ class Session:
                 for i, seen in observe(rounds).items()
             )
 
-        rounds = interleave(sides, settled, self.budget_s, disturbance=self.disturbance, min_rounds=min_rounds)
+        rounds = interleave(
+            sides,
+            settled,
+            self.budget_s,
+            disturbance=self.disturbance,
+            min_rounds=self.least_rounds if min_rounds is None else min_rounds,
+        )
         observed = {i: _noted(seen, rounds.note) for i, seen in observe(rounds).items()}
         return Compared(rounds, observed)
 
@@ -367,7 +381,7 @@ def _leave_a_core() -> None:
     """
     import torch
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    torch.set_num_threads(max(1, (machine.usable_cores() or 1) - 1))
 
 
 @dataclass(frozen=True)

@@ -251,12 +251,12 @@ def follow(loop: Loop, prompt: Ids, told: Reference, rounding: Tolerance) -> Che
     return Checked(match, tuple(pieces))
 
 
-def conversations(tokenizer: Tokenizer, output_len: int) -> dict[str, Workload]:
-    """Prompts that a draft finds easy and hard: questions, counting, open text."""
+def conversations(tokenizer: Tokenizer, output_len: int, told_apart_len: int) -> dict[str, Workload]:
+    """Prompts that a draft finds easy and hard: questions, and counting and open text, which `predictable` tells apart."""
     return {
         **{q: Workload(q, (question_ids(tokenizer, q),), output_len) for q in QUESTIONS},
-        "counting": counting(tokenizer, output_len),
-        "open": open_text(tokenizer, output_len),
+        "counting": counting(tokenizer, told_apart_len),
+        "open": open_text(tokenizer, told_apart_len),
     }
 
 

@@ -25,6 +25,7 @@ class Habits:
     models: tuple[str, ...] = ("pretend",)
     status: int = 200
     refuse_above: int | None = None
+    longest: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b"{}"
     metrics: Callable[[Fake], str] | None = None
@@ -113,8 +114,10 @@ class Fake:
             return await self._plain(writer, 404, b"no such path", {})
         if unknown := set(body) & set(habits.strict):
             return await self._plain(writer, 422, f"Unexpected fields: {unknown}".encode(), {})
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
+        if habits.longest is not None and len(prompt.split()) > habits.longest:
+            return await self._plain(writer, 400, b"too long", {})
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         async with self._seats:
             self.running += 1
             self.most = max(self.most, self.running)

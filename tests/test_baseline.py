@@ -163,6 +163,7 @@ def test_whatever_stands_anywhere_in_a_baseline_it_is_refused_in_a_line_or_compa
         (lambda run: run["machine"].update(capability=[7, 5]), "capability is 9.0 here, 7.5 in the baseline"),
         (lambda run: run["machine"].update(memory_bytes=75_000_000_000), "memory is 139.7 GiB here, 69.8 GiB"),
         (lambda run: run["machine"].update(memory_bytes=None), "memory is 139.7 GiB here, unknown"),
+        (lambda run: run["machine"].update(gpus=2), "number of GPUs is 1 here, 2 in the baseline"),
         (lambda run: run["machine"].update(device="cpu"), "device is cuda here, cpu in the baseline"),
         (lambda run: run["rig"].update(name="smollm2"), "rig is qwen2.5 here, smollm2 in the baseline"),
         (lambda run: run["rig"].update(weights="random"), "the rig's weights is trained here, random"),
@@ -205,6 +206,17 @@ def test_the_baseline_of_this_machine_is_found_by_what_it_is_of(tmp_path):
     written(RUN, tmp_path / "c.json")
     with pytest.raises(RunFileError, match=r"b\.json and c\.json"):
         find(RUN, tmp_path)
+
+
+def test_a_card_is_not_held_against_two_of_its_kind():
+    two = read_baseline(CARDS / "nvidia-h200-x2.json")
+    one = changed(two, lambda run: run["machine"].update(gpus=1))
+    assert find(two, CARDS) == CARDS / "nvidia-h200-x2.json" and find(one, CARDS) is None
+
+
+def test_an_endpoint_may_be_an_engine(tmp_path):
+    asked = changed(RUN, lambda run: [claim.update(engine="endpoint 127.0.0.1:8000/v1") for claim in run["claims"]])
+    assert read_baseline(written(asked, tmp_path / "run.json"))
 
 
 def test_the_cards_of_the_suite_can_be_read():

@@ -13,7 +13,7 @@ from benchmarks.estimates import (
     CONFIDENCE,
     EARLY_FACTOR,
     EARLY_LOOK,
-    FIRST_LOOK,
+    FULL_LOOK,
     LAST_LOOK,
     Estimate,
     _lower_rank,
@@ -27,7 +27,7 @@ from benchmarks.verdicts import Bound, Word
 
 quickly = settings(deadline=None, max_examples=60)
 times = st.floats(1e-6, 1e6)
-many = st.lists(times, min_size=FIRST_LOOK, max_size=80)
+many = st.lists(times, min_size=FULL_LOOK, max_size=80)
 
 
 @quickly
@@ -53,7 +53,7 @@ def test_the_order_of_the_rounds_does_not_matter(values: list[float], random: Ra
 
 
 @quickly
-@given(st.lists(st.tuples(times, times), min_size=FIRST_LOOK, max_size=40))
+@given(st.lists(st.tuples(times, times), min_size=FULL_LOOK, max_size=40))
 def test_swapping_the_sides_inverts_the_ratio_and_its_interval(pairs: list[tuple[float, float]]) -> None:
     a, b = [p[0] for p in pairs], [p[1] for p in pairs]
     there, back = paired_ratio(a, b), paired_ratio(b, a)
@@ -192,7 +192,7 @@ def wrong_at(n: int) -> int:
 def test_all_looks_together_are_wrong_with_a_chance_under_one_per_cent_whatever_the_noise() -> None:
     """For a true ratio on the limit a round lies over it or under it with even chance, and only that count decides."""
     alive, wrong, n = {0: 1.0}, 0.0, 0
-    for look in [n for n in looks() if n >= FIRST_LOOK]:
+    for look in [n for n in looks() if n >= FULL_LOOK]:
         for _ in range(look - n):
             grown: dict[int, float] = {}
             for over, chance in alive.items():
@@ -202,7 +202,7 @@ def test_all_looks_together_are_wrong_with_a_chance_under_one_per_cent_whatever_
         n = look
         decided = [over for over in alive if min(over, n - over) <= wrong_at(n)]
         wrong += sum(alive.pop(over) for over in decided)
-    between = max(2 * sum(math.comb(n, k) for k in range(wrong_at(n) + 1)) / 2**n for n in range(FIRST_LOOK, LAST_LOOK))
+    between = max(2 * sum(math.comb(n, k) for k in range(wrong_at(n) + 1)) / 2**n for n in range(FULL_LOOK, LAST_LOOK))
     assert wrong == pytest.approx(0.0027, abs=0.0001)
     assert between == pytest.approx(0.0034, abs=0.0001)
     assert wrong + between < 0.01

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import quantization
 from benchmarks.claims import CLAIMS
-from benchmarks.estimates import FIRST_LOOK, counted
+from benchmarks.estimates import FULL_LOOK, counted
 from benchmarks.memory import OutOfMemory
 from benchmarks.phases import EagerEngine, Prompt, decode
 from benchmarks.quantization import Quality, Room, bytes_explained, expected_bytes, module_bytes
@@ -216,7 +216,7 @@ def test_bytes_that_were_not_counted_are_never_compared(half: Any, models: dict[
 
 def test_a_quantization_that_is_faster_refutes_that_it_is_not() -> None:
     def runs(tpot_s: float) -> list[Run]:
-        return [Run(1, 37, tuple(0.1 + tpot_s * step for step in range(16))) for _ in range(FIRST_LOOK)]
+        return [Run(1, 37, tuple(0.1 + tpot_s * step for step in range(16))) for _ in range(FULL_LOOK)]
 
     claim = CLAIMS["quant.not_always_faster"]
     seen = quantization.slower(runs(0.018), runs(0.060))["quant.not_always_faster"]

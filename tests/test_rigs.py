@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 from benchmarks import machine, rigs
+from benchmarks.claims import CLAIMS
+from benchmarks.estimates import unusable
 from benchmarks.phases import EagerEngine, Prompt, logit_error, reference
 from benchmarks.rigs import NIMBUS, RIGS, Loader, Rig, RigError, Source, choose, random_model
 from benchmarks.session import Options, Session
@@ -93,10 +95,34 @@ def t4(monkeypatch: pytest.MonkeyPatch) -> machine.Card:
     return card
 
 
+def test_a_cache_of_another_size_leaves_what_counts_its_bytes_unjudged(tmp_path: Path) -> None:
+    config = Loader(chosen(rig="nimbus")).config(RIGS["nimbus"][0])
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 8, 0
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    config.save_pretrained(tmp_path / "own")
+    AutoTokenizer.from_pretrained(RIGS["nimbus"][0].name).save_pretrained(tmp_path / "own")
+    options = Options(target=str(tmp_path / "own"), weights="random", report=tmp_path / "reports")
+    session = Session(options, "cpu")
+    session.open()
+    assert "sliding_attention" in session.setting().lacks["kv_bytes"]
+    for claim_id in ("batching.memory", "quant.more_chats"):
+        assert "kv_bytes" in CLAIMS[claim_id].needs
+
+
 def test_a_t4_runs_in_float16(t4: machine.Card, tmp_path: Path) -> None:
     session = Session(Options(weights="random", report=tmp_path), "cuda")
     session.open()
     assert (session.rig.dtype, session.capability) == ("float16", (7, 5))
+
+
+@pytest.mark.parametrize(("budget_s", "least"), [(None, 10), (5.0, 1)])
+def test_a_t4s_long_rounds_are_as_many_as_an_interval_needs_unless_a_budget_is_given(
+    t4: machine.Card, tmp_path: Path, budget_s: float | None, least: int
+) -> None:
+    session = Session(Options(weights="random", budget_s=budget_s, report=tmp_path), "cuda")
+    session.budget_s = 1e-6  # every round takes longer than all of it
+    found = session.compare({"a": lambda: 1.0}, lambda rounds: {"batching.same_tokens": unusable("still open")})
+    assert len(found.rounds) == least
 
 
 def test_bfloat16_is_refused_where_a_card_only_emulates_it(t4: machine.Card, tmp_path: Path) -> None:

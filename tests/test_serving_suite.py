@@ -20,6 +20,7 @@ import benchmarks.serving.client
 import benchmarks.serving.loads
 from benchmarks.rigs import NIMBUS, Loader, Rig, Source, choose
 from benchmarks.serving import Broken, NotServed, Server, measures
+from benchmarks.serving.answers import Ask
 from benchmarks.serving.client import Client, Endpoint
 from benchmarks.serving.servers import Fleet, Launch, Plan, Process, ServerError, model_folder
 from benchmarks.verdicts import Word
@@ -172,6 +173,13 @@ def test_a_server_that_dies_during_the_run_is_asked_once_and_not_again() -> None
         assert len(server.asked) == asked_so_far
 
 
+def test_one_request_that_a_server_cannot_serve_leaves_the_others_to_be_asked() -> None:
+    with fake(step_s=0.0005, longest=200) as server, opened(server) as one:
+        with pytest.raises(Broken, match="1 of 1 requests failed"):
+            one.closed([Ask(" ".join(["word"] * 400), 4)], 1)
+        assert one.closed(one.prompts.many(2, 4), 2).problem is None
+
+
 # What a server shows from outside -------------------------------------------------------------------------------------
 
 
@@ -191,9 +199,10 @@ def test_pages_are_told_from_reservation(seats: int, word: Word) -> None:
     with fake(seats=seats, step_s=0.0005) as server, opened(server, kv_tokens=1024) as one:
         assert one.max_len == 512
         seen = measures.pages(one)
-        one.kv_tokens = 100
-        with pytest.raises(NotServed, match="holds no conversation"):
-            measures.pages(one)
+        for kv_tokens, said in ((100, "holds no conversation"), (512 * 100, "256 chats can't fill it")):
+            one.kv_tokens = kv_tokens
+            with pytest.raises(NotServed, match=said):
+                measures.pages(one)
     assert verdict("serving.pages_fit_more", seen).word is word
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from benchmarks import speculation
 from benchmarks.claims import CLAIMS
-from benchmarks.estimates import FIRST_LOOK
+from benchmarks.estimates import FULL_LOOK
 from benchmarks.phases import EagerEngine, Reference, reference, tolerance
 from benchmarks.rigs import random_model
 from benchmarks.speculation import DRAFT_LEN, Checked, EagerVerifier, Generated, Loop, generate
@@ -298,7 +298,7 @@ def rounds(
     alone = output(32 * step_s, forwards=32, drafted=0)
     with_draft = output(overhead * step_s * (forwards + c * drafted), forwards=forwards, drafted=drafted)
     sides = (alone, with_draft, replace(alone, wall_s=alone.wall_s * c))
-    first, second, third = ([side] * FIRST_LOOK for side in sides)
+    first, second, third = ([side] * FULL_LOOK for side in sides)
     return first, second, third
 
 
@@ -329,8 +329,8 @@ def test_times_that_are_no_times_settle_nothing() -> None:
 
 def test_checking_five_tokens_at_five_times_the_price_is_refuted() -> None:
     claim = CLAIMS["speculation.verify_cheap"]
-    assert judge(claim, speculation.verify_ratio([(0.019, 0.018)] * FIRST_LOOK)).word is Word.HOLDS
-    assert judge(claim, speculation.verify_ratio([(0.090, 0.018)] * FIRST_LOOK)).word is Word.REFUTED
+    assert judge(claim, speculation.verify_ratio([(0.019, 0.018)] * FULL_LOOK)).word is Word.HOLDS
+    assert judge(claim, speculation.verify_ratio([(0.090, 0.018)] * FULL_LOOK)).word is Word.REFUTED
 
 
 def test_a_verifier_times_forwards_of_the_asked_size_over_a_cache_of_one_length(target: EagerEngine) -> None:

@@ -53,7 +53,7 @@ class Diagnosis:
 
 
 def diagnose(run: Mapping[str, Any], targets: Targets = NO_TARGETS) -> Diagnosis:
-    """The map's path for a run as `report.read_run` gives it or a Ledger holds it.
+    """The map's path for a run as `run_file.read_run` gives it or a Ledger holds it.
 
     Fixes are those of lit questions, ranked by stage and gain; with targets, questions without one are not asked.
     """

@@ -129,7 +129,7 @@ def _positives(values: object) -> tuple[float, ...]:
 
 
 class Evidence:
-    """One run, as `report.read_run` gives it or as a Ledger holds it."""
+    """One run, as `run_file.read_run` gives it or as a Ledger holds it."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
         cells = [cell for cell in run["cells"] if isinstance(cell, Mapping)]

@@ -13,14 +13,11 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
 from benchmarks.diagnose.evidence import Evidence, Gain, Kind, Request, Timed, times
+from benchmarks.ledger import HOST_BOUND
 from benchmarks.tables import plain
 
 SMALLEST = 1.05
 """A gain below this is no reason to change a service: it takes a release to roll out and a quiet machine to see."""
-
-MOST = 0.5
-"""A phase in which the device waits for more than this share is host-bound, as in the roofline's regimes: nothing else can
-halve it."""
 
 
 class Metric(StrEnum):
@@ -208,7 +205,7 @@ def graph_throughput(seen: Evidence) -> Fix | None:
 
 def _host_stage(phase: Timed) -> Stage:
     share = phase.device_share
-    return Stage.STOP_WAITING if share is not None and share < MOST else Stage.TUNE
+    return Stage.STOP_WAITING if share is not None and share < HOST_BOUND else Stage.TUNE
 
 
 def prefill_off_host(seen: Evidence, row: Request) -> Fix | None:
@@ -348,7 +345,7 @@ def _batching(seen: Evidence, rows: Sequence[Request]) -> Fix | Untold | None:
 
 
 def rate_cap(base: Request, best: Request) -> float:
-    """The most that `best` can give over `base` on the same engine: once for each row, and no more than `fastest`."""
+    """The most that `best` can give over `base` on the same engine: once for each row, and no more than `fastest_rate`."""
     cap = best.batch_size / base.batch_size
     rate = fastest_rate(best)
     return min(cap, rate / base.tokens_per_s) if rate and base.tokens_per_s else cap

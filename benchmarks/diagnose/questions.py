@@ -10,7 +10,6 @@ from benchmarks.claims import CLAIMS
 from benchmarks.diagnose.evidence import QUANTIZED, Evidence, Kind, Request, Timed, times
 from benchmarks.diagnose.fixes import (
     ASIDE,
-    MOST,
     SERVER,
     Fix,
     Metric,
@@ -34,6 +33,7 @@ from benchmarks.diagnose.fixes import (
 )
 from benchmarks.diagnose.scale_out import replicas, served, split_weights, tensor_parallel
 from benchmarks.diagnose.smaller_models import quantization, quantized_speed, speculation
+from benchmarks.ledger import HOST_BOUND
 from benchmarks.tables import plain
 
 CONTEXT_LEN = 2048
@@ -223,12 +223,12 @@ def tpot(seen: Evidence, targets: Targets) -> Finding:
     elif not seen.on_cpu and not seen.at_server:
         waits = "whether the card or the host is what decode waits for"
         notes.append(Untold(waits, "no device time in this run", suite(seen, "batching")))
-        if grown and grown < 1 / MOST:
+        if grown and grown < 1 / HOST_BOUND:
             said.append("it waits for weights or for the host, not for arithmetic, since more rows hardly slow it down")
     if decode.floor_s:
         said.append(f"reading what it needs takes {ms(decode.floor_s)}")
     first_s = base.figures.get("first_tpot_s", 0.0)
-    if decode.wall_s < MOST * first_s:
+    if decode.wall_s < HOST_BOUND * first_s:
         said.append(f"the first request of its lengths waited {ms(first_s)}: serve each length once before users come")
     if grown:
         said.append(f"{times(grown)} as long at batch {rows[-1].batch_size}")

@@ -31,8 +31,8 @@ YARDSTICK = "yardstick"
 
 MOST_OF_OWN = 2
 """To how many times the tolerance of the baseline this run's own noise may raise it. More would let the run that is judged
-say what it is judged by; less would be red for a busy day: in the two accepted runs of one card
-the device's noise differed by 1.2x, that of a decode step by as much."""
+say what it is judged by; less would be red for a busy day: in three runs of one card the noise of its own time differed by
+1.8x, that of an eager decode step by 1.6x."""
 
 
 class Outcome(StrEnum):

@@ -29,13 +29,14 @@ Run = Mapping[str, Any]
 NOISIEST = 0.5
 """A noise floor above this would let any loss pass for noise."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._,'+-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._,'+:/-]{0,99}")
+"""Names of claims, cells, engines (an endpoint's is its address) and figures."""
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
     """The baseline in a file. Raises RunFileError, in one line, for whatever can't be gated against: what is no whole
-    run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, two entries of one name, a
-    verdict without its figure, and the article's published figures, which are no run."""
+    run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, a verdict without its
+    figure, and the article's published figures, which are no run."""
     if path.resolve() == ARTICLE.resolve():
         name = f"{ARTICLE.stem}-run.json"
         raise RunFileError(
@@ -56,13 +57,9 @@ def gateable(run: Run) -> None:
         if floor is not None and not 0 <= floor <= NOISIEST:
             raise RunFileError(f"noise_floor.{plain(name, 40)} is {floor:g}; one is a share from 0 to {NOISIEST:g}")
     for kind in ("claims", "cells"):
-        seen: set[tuple[str, str]] = set()
         for n, entry in enumerate(run[kind]):
             for field in ("id", "engine", "station"):
-                _named(_text(entry.get(field), f"{kind}[{n}].{field}"), f"{kind}[{n}].{field}")
-            if (key := (entry["id"], entry["engine"])) in seen:
-                raise RunFileError(f"{kind}[{n}] is a second {key[0]} of engine {key[1]}")
-            seen.add(key)
+                _named(entry[field], f"{kind}[{n}].{field}")
     for claim in run["claims"]:
         if len({part["what"] for part in claim["parts"]}) < len(claim["parts"]):
             raise RunFileError(f"claim {claim['id']} has two parts of one name")
@@ -105,12 +102,6 @@ def _cell(cell: Run) -> None:
             raise RunFileError(f"cell {cell['id']} has something in kernels.{name} that names no kernel")
 
 
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise RunFileError(f"{where} must be text")
-    return value
-
-
 def _named(name: str, where: str) -> None:
     if not _NAME.fullmatch(name):
         raise RunFileError(f"{plain(where, 80)} is no name: {plain(name, 40)!r}")
@@ -129,6 +120,8 @@ def unlike(run: Run, baseline: Run) -> list[str]:
     ]
     if run["machine"]["device"] == "cpu":
         pairs.append(("cores", _cores(run), _cores(baseline)))
+    else:
+        pairs.append(("number of GPUs", run["machine"].get("gpus") or 1, baseline["machine"].get("gpus") or 1))
     pairs += [
         ("rig" if name == "name" else f"the rig's {name}", run["rig"][name], baseline["rig"][name])
         for name in ("name", "weights", "dtype", "target", "draft")
@@ -199,7 +192,7 @@ def card_path(run: Run, folder: Path = CARDS) -> Path:
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 _MACHINE = (
-    "device", "name", "capability", "memory_bytes", "driver", "cuda", "clocks_mhz", "throttle_reasons", "power_w",
+    "device", "name", "gpus", "capability", "memory_bytes", "driver", "cuda", "clocks_mhz", "throttle_reasons", "power_w",
     "power_limit_w", "power_limit_default_w", "temperature_c", "temperature_slowdown_c", "mig", "mig_profile", "versions",
     "architecture",
 )  # fmt: skip

@@ -1,10 +1,10 @@
 """Prefill and decode beside a yardstick: the times of a CPU that a later run, on a busier or slower day, can be held to.
 
 The wall time of one and the same prefill differed by a factor of two from minute to minute on a shared host. Two things
-bring that under 3 %: CPU time, which does not count the moments in which somebody else had the core, and a yardstick, a
-fixed computation of the same kind that is measured in the same rounds, so that clocks, caches and heat hit both and
-cancel. The yardstick is plain torch, written here: a change to the suite, to transformers or to the model is none to it.
-A card needs no yardstick: its device time is its own (see traces.py).
+bring that to 3 % for a prefill and 6 % for decode steps: CPU time, which does not count the moments in which somebody
+else had the core, and a yardstick, a fixed computation of the same kind that is measured in the same rounds, so that
+clocks, caches and heat hit both and cancel. The yardstick is plain torch, written here: a change to the suite, to
+transformers or to the model is none to it. A card needs no yardstick: its device time is its own (see traces.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUDGET_S = 12.0
 """Seconds of rounds; the fewest are made however long they take."""
 
 QUIET_ENOUGH = 0.01
-"""Rounds are added until both ratios are known to this share of themselves, a fifth of what the gate tolerates."""
+"""Rounds are added until both ratios are known to this share of themselves, a sixth of what the gate tolerates."""
 
 WIDTH, LAYERS, HEADS = 256, 6, 4
 """The yardstick's size, that of the embedded target: never to be changed, or no baseline holds any more."""

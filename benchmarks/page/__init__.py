@@ -113,7 +113,7 @@ class RunView:
 
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The HTML of `runs`, of which there is at least one, as report.read_run gives them or a Ledger holds them."""
+    """The HTML of `runs`, of which there is at least one, as run_file.read_run gives them or a Ledger holds them."""
     own = series_of(runs)
     beside = [] if any(one.is_article for one in own) else series_of([article()])
     views = [_run(run, [one for one in own if one.place == place]) for place, run in enumerate(runs)]

@@ -146,7 +146,8 @@ class Server:
         return shot if shot.record else None
 
     def load(self, make: Callable[[], Awaitable[Stretch]]) -> Stretch:
-        """Serves one stretch. Raises Broken when it gives no figure, at once when the server is known to be dead."""
+        """Serves one stretch. Raises Broken when it gives no figure, at once when the server is known to be dead: when nothing of
+        a stretch was answered, nor a short question after it."""
         if self._broken:
             raise Broken(self._broken)
         stretch = self.any_load(make)
@@ -154,9 +155,12 @@ class Server:
             return stretch
         if stretch.problem == stretch.client_problem:
             raise ClientBusy(stretch.problem)
-        if not any(a.ok for a in stretch.answers):
+        if not any(a.ok for a in (*stretch.answers, *self._asked_briefly().answers)):
             self._broken = stretch.problem
         raise Broken(stretch.problem)
+
+    def _asked_briefly(self) -> Stretch:
+        return self.any_load(lambda: closed(self.client.send, self.prompts.many(1), 1))
 
     def any_load(self, make: Callable[[], Awaitable[Stretch]]) -> Stretch:
         """Serves one stretch, whatever becomes of it: where failures are the figure."""

@@ -373,7 +373,8 @@ def chunks(rounds: Rounds[float]) -> dict[str, Observed]:
 def pages(server: Server) -> Estimate:
     """Short chats that really ran at once, over what reserving the maximum length of each would allow.
 
-    Raises NotServed when the size of the KV cache or the maximum length is unknown.
+    Raises NotServed when the size of the KV cache or the maximum length is unknown, and when more chats than MOST_SEATS would be
+    needed to tell.
     """
     shot = server.snapshot()
     kv_tokens = server.kv_tokens or (shot.kv_tokens if shot else None)
@@ -382,6 +383,10 @@ def pages(server: Server) -> Estimate:
     reserved = kv_tokens // server.max_len
     if reserved < 1:
         raise NotServed(f"its KV cache of {kv_tokens:,} tokens holds no conversation of {server.max_len:,}")
+    if 3 * reserved > MOST_SEATS:
+        raise NotServed(
+            f"it holds {reserved} conversations of {server.max_len:,} tokens: {MOST_SEATS} chats can't fill it"
+        )
     n = min(MOST_SEATS, 4 * reserved + 8)
     at_once = most_at_once(server.closed(server.prompts.many(n, 2 * OUTPUT_LEN), n).answers)
     return counted(
@@ -492,6 +497,12 @@ LOGIT_ERROR = {"float32": 2.0**-10, "float16": 2.0**-7, "bfloat16": 2.0**-4}
 float32, whose step is far smaller, room for sums in another order. A server whose format is unknown gets bfloat16's."""
 
 
+MOST_LOGIT_ERROR = {"float16": 0.4, "bfloat16": 2.0}
+"""What rounding moved logits by where it moved them most: 0.37 between two right computations of 28 layers of random weights in
+float16 (a third of batching.same_tokens' bound in cards/nvidia-h200.json), five times as much in bfloat16. A difference within it
+is no proof of a mistake, and beyond LOGIT_ERROR none of a tie."""
+
+
 def same_tokens(server: Server) -> Estimate:
     """Sixteen questions one by one, and then all at once: the same text, up to near ties where logprobs prove them."""
     asks = [Ask(a.prompt, a.output_len, logprobs=5) for a in server.prompts.many(USERS, 2 * OUTPUT_LEN // 3)]
@@ -508,7 +519,12 @@ def same_tokens(server: Server) -> Estimate:
         return unusable(
             f"{untold} of {USERS} answers differ, and without logprobs a near tie is no other than a mistake"
         )
-    return share_explained([_match(a, b, server.dtype) for a, b in pairs])
+    seen = share_explained([_match(a, b, LOGIT_ERROR, server.dtype) for a, b in pairs])
+    if seen.value == 1 or seen.problem or server.dtype == "float32":
+        return seen
+    if share_explained([_match(a, b, MOST_LOGIT_ERROR, server.dtype) for a, b in pairs]).value == 1:
+        return unusable(f"{seen.note}; half precision was seen to move logits as far as this, and less far")
+    return seen
 
 
 def _told_tokens(alone: Answer, crowd: Answer) -> bool:
@@ -516,7 +532,7 @@ def _told_tokens(alone: Answer, crowd: Answer) -> bool:
     return bool(alone.tokens) and len(alone.tokens) == len(crowd.tokens)
 
 
-def _match(alone: Answer, crowd: Answer, dtype: str | None) -> Match:
+def _match(alone: Answer, crowd: Answer, logit_errors: Mapping[str, float], dtype: str | None) -> Match:
     """By tokens and logprobs where both answers have them, else by their text, which then must be equal."""
     reference, subject = alone.tokens, crowd.tokens
     if not _told_tokens(alone, crowd):
@@ -535,5 +551,5 @@ def _match(alone: Answer, crowd: Answer, dtype: str | None) -> Match:
         abs(x[token] - y[token]) if token in x and token in y else 0.0
         for token, x, y in zip(reference, alone.top_logprobs, crowd.top_logprobs, strict=True)
     ]
-    tolerance = Tolerance.of(LOGIT_ERROR[dtype or "bfloat16"], exact=dtype == "float32")
+    tolerance = Tolerance.of(logit_errors[dtype or "bfloat16"], exact=dtype == "float32")
     return compare([ids[t] for t in reference], [ids[t] for t in subject], gap, far, tolerance)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import usable_cores
 from benchmarks.rigs import random_model
 from benchmarks.tables import plain
 
@@ -222,7 +223,7 @@ class Process:
         self.model = launch.accepts or str(folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         # As many threads as cores, less one: the suite asks from one, and a thread that waits for it delays all others.
-        threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        threads = str(max(1, (usable_cores() or 1) - 1))
         environ = {**os.environ, **_QUIET, "OMP_NUM_THREADS": threads, **launch.environ}
         with log.open("wb") as out:
             self._process = subprocess.Popen(
