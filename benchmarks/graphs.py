@@ -226,19 +226,19 @@ def lacking(device: str) -> str | None:
 
 
 def capture(
-    model: Any, batch_size: int, cache_len: int, step_lens: Sequence[int] = (1,), *, fused: bool = True
+    model: Any, batch_size: int, cache_len: int, step_lens: Sequence[int] = (1,)
 ) -> GraphEngine | CannotCapture:
     """A graph engine for batches of `batch_size`, up to `cache_len` positions, and steps of `step_lens` tokens a row.
 
-    With `fused` the steps are made of Triton kernels where they can be had, and otherwise of PyTorch's (the engine's
-    `note` then says why).
+    The steps are made of Triton kernels where they can be had, and otherwise of PyTorch's (the engine's `note` then says
+    why).
     """
     if reason := lacking(model.device.type):
         return CannotCapture(reason)
     start = time.perf_counter()
     note = ""
-    makers: list[Callable[[Decoder, int], Ops]] = [_fused_ops] if fused else []
-    for make in [*makers, lambda _decoder, _batch_size: TorchOps()]:
+    makers: tuple[Callable[[Decoder, int], Ops], ...] = (_fused_ops, lambda _decoder, _batch_size: TorchOps())
+    for make in makers:
         try:
             engine = _captured(model, batch_size, cache_len, step_lens, make, note)
         except torch.OutOfMemoryError:

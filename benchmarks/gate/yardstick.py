@@ -101,9 +101,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(
-    engine: EagerEngine, tokenizer: workloads.Tokenizer, precision: str, budget_s: float = BUDGET_S
-) -> list[Cell]:
+def measure(engine: EagerEngine, tokenizer: workloads.Tokenizer, precision: str) -> list[Cell]:
     """Prefill of PROMPT_LEN tokens and STEPS decode steps, each in turn with the yardstick: one cell each."""
     yardstick = Yardstick()
     prompt = Prompt.of([workloads.prefix_ids(tokenizer, PROMPT_LEN)], engine.device)
@@ -126,7 +124,7 @@ def measure(
         "decode": decode,
     }
     with _one_thread():
-        rounds = interleave(sides, _settled, budget_s, min_rounds=FEWEST_ROUNDS, max_rounds=MOST_ROUNDS)
+        rounds = interleave(sides, _settled, BUDGET_S, min_rounds=FEWEST_ROUNDS, max_rounds=MOST_ROUNDS)
     lengths = {"prefill": (PROMPT_LEN, 1), "decode": (workloads.PROMPT_LEN, STEPS)}
     return [_cell(phase, rounds, *lengths[phase], engine.name, precision) for phase in lengths]
 

@@ -12,11 +12,11 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from benchmarks.nimbus import corpus
 from benchmarks.nimbusdb import COUNTING_PROMPT, PROMPT, QUESTIONS, SYSTEM_TEXT
+from benchmarks.workloads import PREFIX_LEN
 
 BLOCK_LEN: Final = 5
 """Tokens that the draft proposes at once when its acceptance is counted."""
 
-PREFIX_LEN: Final = 1484
 NEW_TOKENS: Final = 64
 PROMPTS: Final = 24
 

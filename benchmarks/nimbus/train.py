@@ -72,7 +72,10 @@ SIZES: Final = {
 }
 
 
-def train_tokenizer(documents: int = 8000) -> Qwen2Tokenizer:
+TOKENIZER_DOCUMENTS: Final = 8000
+
+
+def train_tokenizer() -> Qwen2Tokenizer:
     """A byte-level BPE over the training text: any input can be encoded, and the domain's words are one token.
 
     The split into words is Qwen2's own, because every loader rebuilds it from the model's type.
@@ -86,7 +89,7 @@ def train_tokenizer(documents: int = 8000) -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sample = islice(corpus.short_documents(corpus.TRAINING_SEED), documents)
+    sample = islice(corpus.short_documents(corpus.TRAINING_SEED), TOKENIZER_DOCUMENTS)
     tokenizer.train_from_iterator([*(text.removesuffix(END) for text in sample), SYSTEM_TEXT], trainer)
     learned = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +24,6 @@ def refusal(config: Any, world_size: int) -> str | None:
         n_layers = config.num_hidden_layers
         return f"{n_layers} layers are too few for {world_size} stages: pass --world-size {n_layers} or less"
     return None
-
-
-def load(folder: Path, dtype: torch.dtype, world_size: int) -> Any:
-    """This process's stage of the model in `folder`, in eval mode. All processes of the group call it together."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    over = DistributedConfig(pp_size=world_size)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, distributed_config=over
-    ).eval()
 
 
 class StageEngine(EagerEngine):

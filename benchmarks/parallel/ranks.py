@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.graphs import CannotCapture, GraphEngine, capture
 from benchmarks.memory import Device, resident_bytes
-from benchmarks.parallel import pipeline, tensor_parallel
+from benchmarks.parallel import tensor_parallel
 from benchmarks.parallel.pipeline import Flight, Pipe, StageEngine
 from benchmarks.parallel.tensor_parallel import Shares, StepTrace, expected_shares, held_bytes
 from benchmarks.phases import (
@@ -151,11 +151,15 @@ class Rank:
 
         On CUDA by the allocator's count, on the CPU by the tensors' own storages.
         """
-        before = resident_bytes(self.device)
-        if name == TENSOR_PARALLEL:
-            self.engines[name] = TensorParallelEngine(tensor_parallel.load(folder, self.dtype, self.group.world_size))
-        else:
-            self.engines[name] = StageEngine(pipeline.load(folder, self.dtype, self.group.world_size))
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        before, n = resident_bytes(self.device), self.group.world_size
+        over = DistributedConfig(tp_size=n) if name == TENSOR_PARALLEL else DistributedConfig(pp_size=n)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self.dtype, local_files_only=True, distributed_config=over
+        )
+        self.engines[name] = (TensorParallelEngine if name == TENSOR_PARALLEL else StageEngine)(model.eval())
         after = resident_bytes(self.device)
         return held_bytes(self.engines[name].model) if after is None else after - (before or 0)
 

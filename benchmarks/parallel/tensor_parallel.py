@@ -9,10 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.traces import Event, busy_s
 
@@ -50,17 +47,6 @@ def refusal(config: Any, world_size: int) -> str | None:
             remedy = f"pass --world-size {able[-1]}" if able else "choose another --target"
             return f"{count} {what} can't be split over {world_size} GPUs: {remedy}"
     return None
-
-
-def load(folder: Path, dtype: torch.dtype, world_size: int) -> Any:
-    """This process's slices of the model in `folder`, in eval mode. All processes of the group call it together."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    over = DistributedConfig(tp_size=world_size)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, distributed_config=over
-    ).eval()
 
 
 def split(model: Any, world_size: int) -> Any:

@@ -25,6 +25,7 @@ from benchmarks.serving.answers import Ask, most_at_once
 from benchmarks.serving.loads import Stretch, closed
 from benchmarks.serving.metrics import Snapshot
 from benchmarks.serving.servers import MAX_LEN, Fleet, Plan
+from benchmarks.workloads import PREFIX_LEN
 
 if TYPE_CHECKING:
     from benchmarks.serving.client import Client
@@ -34,7 +35,6 @@ USERS = 16
 """The article's batch, as users who ask at once."""
 
 OUTPUT_LEN = 16
-PREFIX_LEN = 1484
 MOST_SEATS = 256
 FLOOR_S = 8.0
 """Seconds of A/A rounds for a server's noise floors."""

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 from benchmarks.estimates import Estimate, counted, median_interval, paired_ratio, unusable
 from benchmarks.ledger import Cell
 from benchmarks.rigs import SEED
-from benchmarks.serving import MOST_SEATS, OUTPUT_LEN, PREFIX_LEN, USERS, Broken, ClientBusy, NotServed, Server, cell_of
+from benchmarks.serving import MOST_SEATS, OUTPUT_LEN, USERS, Broken, ClientBusy, NotServed, Server, cell_of
 from benchmarks.serving.answers import Answer, Ask, most_at_once, percentile
 from benchmarks.serving.loads import Rate, Stretch, Targets, arriving, closed, groups, mixed_lens, poisson, sweep
 from benchmarks.serving.metrics import Change
 from benchmarks.timing import Rounds
 from benchmarks.tokens import Difference, Match, Tolerance, compare, share_explained
+from benchmarks.workloads import PREFIX_LEN
 
 if TYPE_CHECKING:
     from benchmarks.session import Observed
