@@ -137,7 +137,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="of rounds that a claim may take before it is INCONCLUSIVE (default: 10 with CUDA, else 15, and ten rounds at least)",
+        help="rounds that a claim may take before it is INCONCLUSIVE (default: 10 with CUDA, else 15; ten rounds at least)",
     )
 
 

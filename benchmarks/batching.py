@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.estimates import Estimate, counted, unusable
+from benchmarks.graphs import GraphEngine
 from benchmarks.ledger import Cell
 from benchmarks.memory import OutOfMemory, attempt, fits, kv_cache_bytes, tensor_bytes, watch_peak
 from benchmarks.phases import (
@@ -112,12 +113,12 @@ def row(
     """One row of the batching table and its phases; a batch that doesn't fit is a row that says so."""
 
     asked = Request(engine, workload)
-    first: dict[str, float] = {}
+    beside = {"built_s": engine.built_s} if isinstance(engine, GraphEngine) else {}
 
     def warm_up() -> None:
         # A whole request on CUDA, where attention may prepare something for every length that it sees for the first time.
         if engine.device == "cuda":
-            first["first_tpot_s"] = serve(asked, clock).run.tpot_s
+            beside["first_tpot_s"] = serve(asked, clock).run.tpot_s
         else:
             engine.prefill(Prompt.of(workload.prompts, "cpu"))
 
@@ -136,7 +137,7 @@ def row(
             runs,
             Phases.of(engine, workload, roofline=roofline),
             bytes={} if missing or peak is None else {"peak": peak + tensor_bytes(engine.model)},
-            figures=first,
+            figures=beside,
             unavailable={"peak": missing} if missing else {},
         )
 

@@ -75,6 +75,7 @@ _LAYOUTS = {
             "ttft_s": "TTFT",
             "tpot_s": "TPOT",
             "first_tpot_s": "TPOT of the first request",
+            "built_s": "recorded and proven in",
             "e2e_s": "per-request latency",
             "wall_per_request_s": "wall / batch (no latency)",
             "output_tokens_per_s": "tok/s",

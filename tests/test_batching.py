@@ -22,6 +22,7 @@ from benchmarks.timing import Clock, quiet
 from benchmarks.verdicts import Word
 from benchmarks.workloads import LARGEST_BATCH, Workload
 from tests.pretend import Pretend, verdict
+from tests.test_graphs import engine_of
 
 ROUNDS = 10
 
@@ -251,6 +252,14 @@ def test_a_row_that_does_not_fit_says_so_and_the_others_are_measured(small: Eage
     assert (gone.id, gone.phase, gone.note, gone.wall_s) == ("batching.4", "row", "out of memory", None)
     assert set(gone.unavailable) == {"wall_s", "device_s", "host_bound", "figures"}
     assert [cell.id for cell in cells[2]] == ["batching.2", "batching.2.prefill", "batching.2.decode"]
+
+
+def test_a_row_of_replays_says_how_long_its_steps_took_to_record(small: EagerEngine) -> None:
+    engine = engine_of(copy.deepcopy(small.model), 1)
+    engine.built_s = 1.5
+    row = batching.row(engine, rows_of(1, 8, 8), Pretend().time.clock, "fp32", sampled)[0]
+    assert row.figures["built_s"] == 1.5
+    assert "built_s" not in batching.row(small, rows_of(1, 8, 8), Pretend().time.clock, "fp32", sampled)[0].figures
 
 
 def test_another_failure_of_a_row_is_no_lack_of_memory(small: EagerEngine) -> None:
