@@ -273,6 +273,14 @@ def _two_engines(run):
     return both
 
 
+def test_how_much_faster_an_engine_is_comes_from_paired_rounds_where_there_are_any(h200):
+    both = _two_engines(_small(h200, "batching"))
+    paired = copy.deepcopy(both["claims"][0]) | {"id": "bigger_gpu.software_first", "station": "bigger_gpu"}
+    paired["parts"] = [paired["parts"][0] | {"raw": {"graph speed-up": [3.0, 4.0, 9.0]}}]
+    both["claims"].append(paired)
+    assert "the graph engine wrote them 4x as fast" in finding(series_of([both]))
+
+
 def test_engines_of_one_run_stand_side_by_side(h200):
     both = _two_engines(_small(h200, "batching"))
     assert [one.label for one in series_of([both])] == ["NVIDIA H200, eager", "NVIDIA H200, graph"]
