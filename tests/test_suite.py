@@ -229,7 +229,7 @@ def four_words(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         patch.setattr(benchmarks.prefix, "matching_prefix", lambda a, b: len(a) // 16)
         both = (*SHORT, "--engine", "both")
         myths = [MYTHS / "test_batching.py", MYTHS / "test_prefix_reuse.py"]
-        return pytest_here(folder, *myths, "-v", *both, "--budget", "0.001", "-k", names, f"--junitxml={xml}")
+        return pytest_here(folder, *myths, "-v", "-ra", *both, "--budget", "0.001", "-k", names, f"--junitxml={xml}")
 
 
 WORDS = {
