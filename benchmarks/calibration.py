@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from benchmarks.runs import Run
     from benchmarks.session import Session
 
-QUICK_S = {"cuda": 9.0, "cpu": 5.0}
+QUICK_S = {"cuda": 9.0, "cpu": 4.0}
 """Seconds of rounds that a suite run spends on this when no earlier calibration fits."""
 
 THOROUGH_S = {"cuda": 100.0, "cpu": 30.0}

@@ -50,8 +50,8 @@ class Limits:
     factor: int = 2
 
 
-PREFIX_LIMITS = {"cuda": Limits(128, 32768, 4.0), "cpu": Limits(32, 512, 1.5)}
-BATCH_LIMITS = {"cuda": Limits(1, 8192, 4.0), "cpu": Limits(1, 32, 1.5)}
+PREFIX_LIMITS = {"cuda": Limits(128, 32768, 4.0), "cpu": Limits(32, 512, 1.0)}
+BATCH_LIMITS = {"cuda": Limits(1, 8192, 4.0), "cpu": Limits(1, 32, 1.0)}
 GRAPH_LIMITS = Limits(1, 1024, 5.0, factor=4)
 """Each size of a graph engine costs a recording of seconds, so there are fewer of them."""
 
