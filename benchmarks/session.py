@@ -300,9 +300,11 @@ class Session:
         observe: Callable[[Rounds[T]], Mapping[str, Observed]],
         engine: str = "eager",
         min_rounds: int | None = None,
+        disturbance: Callable[[], str | None] | None = None,
     ) -> Compared[T]:
         """Measure sides in turn until every claim that `observe` speaks of is settled, or the budget ends, though not before
-        `min_rounds` (`least_rounds` where none are given).
+        `min_rounds` (`least_rounds` where none are given). `disturbance` says of the round before why it is measured again,
+        where that isn't the card's to tell.
 
         `observe` gives for each claim id what the rounds so far show under `engine`. Claims that can't be judged here
         don't hold up the others.
@@ -319,7 +321,7 @@ class Session:
             sides,
             settled,
             self.budget_s,
-            disturbance=self.disturbance,
+            disturbance=disturbance or self.disturbance,
             min_rounds=self.least_rounds if min_rounds is None else min_rounds,
         )
         observed = {i: _noted(seen, rounds.note) for i, seen in observe(rounds).items()}

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from benchmarks import serving
-from benchmarks.estimates import EARLY_LOOK
+from benchmarks.estimates import FULL_LOOK
 from benchmarks.serving import Broken, NotServed, measures, observed
 from benchmarks.serving.servers import Fleet, ServerError, model_folder
 
@@ -74,8 +74,8 @@ def _sibling(names, server_name):
 
 
 def _compared(session, server, sides, observe):
-    """Rounds of loads take long: as many as an interval needs are made whatever the budget."""
-    return session.compare(sides, observe, server.name, min_rounds=EARLY_LOOK).observed
+    """Rounds of loads take long: as many as an interval needs to be narrow are made whatever the budget."""
+    return session.compare(sides, observe, server.name, FULL_LOOK, server.disturbance).observed
 
 
 # Batching -------------------------------------------------------------------------------------------------------------

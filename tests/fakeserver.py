@@ -26,6 +26,7 @@ class Habits:
     status: int = 200
     refuse_above: int | None = None
     longest: int | None = None
+    hoards: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b"{}"
     metrics: Callable[[Fake], str] | None = None
@@ -122,7 +123,11 @@ class Fake:
             self.running += 1
             self.most = max(self.most, self.running)
             try:
-                async for stream in self._frames(prompt, body["max_tokens"], chat):
+                frames = self._frames(prompt, body["max_tokens"], chat)
+                if habits.hoards:
+                    whole = b"".join([stream async for stream in frames])
+                    writer.write(f"{len(whole):x}\r\n".encode() + whole + b"\r\n")
+                async for stream in frames:
                     for part in habits.frames(stream):
                         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
                         await writer.drain()

@@ -28,6 +28,7 @@ from benchmarks.serving.loads import (
     bursts,
     closed,
     groups,
+    held_up,
     mixed_lens,
     poisson,
     repeated,
@@ -222,6 +223,13 @@ def test_near_ties_are_excused_by_logprobs_and_other_differences_are_not() -> No
     ):
         told = Told([answers("x", gap), answers("y", gap)], serving.Prompts(4.0), dtype)
         assert verdict("serving.same_tokens", measures.same_tokens(told)).word is wanted  # type: ignore[arg-type]
+
+
+def test_tokens_that_come_all_at_once_have_no_time_of_their_own_and_are_asked_for_again() -> None:
+    held, streamed = (answered("p", 3, 0.0, at) for at in ((0.3, 0.3, 0.3), (0.1, 0.2, 0.3)))
+    assert held.tpot_s is None and streamed.tpot_s == pytest.approx(0.1)
+    assert held_up([held, held, streamed]) and not held_up([held, streamed, streamed])
+    assert held_up([answered("p", 1, 0.0, (0.1,))]) is None  # one token comes at once by itself
 
 
 @pytest.mark.parametrize("late", [0, 2, 3])

@@ -173,6 +173,16 @@ def test_a_server_that_dies_during_the_run_is_asked_once_and_not_again() -> None
         assert len(server.asked) == asked_so_far
 
 
+def test_a_round_in_which_a_server_held_its_tokens_back_is_measured_again() -> None:
+    with fake(step_s=0.002) as server, opened(server) as one:
+        one.closed(one.prompts.many(2, 8), 2)
+        assert one.disturbance() is None
+        server.habits.hoards = True
+        one.closed(one.prompts.many(2, 8), 2)
+        assert one.disturbance() == "the server held its tokens back"
+        assert one.disturbance() is None
+
+
 def test_one_request_that_a_server_cannot_serve_leaves_the_others_to_be_asked() -> None:
     with fake(step_s=0.0005, longest=200) as server, opened(server) as one:
         with pytest.raises(Broken, match="1 of 1 requests failed"):

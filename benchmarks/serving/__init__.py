@@ -22,7 +22,7 @@ from benchmarks.ledger import Cell
 from benchmarks.nimbusdb import PROMPT, QUESTIONS, SYSTEM_TEXT
 from benchmarks.rigs import SHORT_DTYPES
 from benchmarks.serving.answers import Ask, most_at_once
-from benchmarks.serving.loads import Stretch, closed
+from benchmarks.serving.loads import Stretch, closed, held_up
 from benchmarks.serving.metrics import Snapshot
 from benchmarks.serving.servers import MAX_LEN, Fleet, Plan
 from benchmarks.workloads import PREFIX_LEN
@@ -114,6 +114,7 @@ class Server:
         self.kv_tokens, self.max_len, self.dtype = kv_tokens, max_len, dtype
         self._seats = seats
         self._broken: str | None = None
+        self._disturbed: str | None = None
         self._runner = asyncio.Runner()
         self.prompts = Prompts(4.0)
         self.before: Snapshot | None = None
@@ -151,6 +152,7 @@ class Server:
         if self._broken:
             raise Broken(self._broken)
         stretch = self.any_load(make)
+        self._disturbed = self._disturbed or held_up(stretch.answers)
         if stretch.problem is None:
             return stretch
         if stretch.problem == stretch.client_problem:
@@ -158,6 +160,11 @@ class Server:
         if not any(a.ok for a in (*stretch.answers, *self._asked_briefly().answers)):
             self._broken = stretch.problem
         raise Broken(stretch.problem)
+
+    def disturbance(self) -> str | None:
+        """Why the loads since this was asked last are worth serving again, None where they are not."""
+        reason, self._disturbed = self._disturbed, None
+        return reason
 
     def _asked_briefly(self) -> Stretch:
         return self.any_load(lambda: closed(self.client.send, self.prompts.many(1), 1))
@@ -230,7 +237,7 @@ def noise(server: Server) -> dict[str, Floor | str]:
         tpot_s = math.nan if answer.tpot_s is None else answer.tpot_s
         return {"serving_ttft": answer.ttft_s, "serving_tpot": tpot_s, "serving_e2e": answer.e2e_s}
 
-    return a_a(alone, FLOOR_S)
+    return a_a(alone, FLOOR_S, disturbance=server.disturbance)
 
 
 def observed(claim_ids: Sequence[str], measure: Callable[[], Mapping[str, Observed]]) -> Mapping[str, Observed]:

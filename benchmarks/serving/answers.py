@@ -92,8 +92,8 @@ class Answer:
     @property
     def tpot_s(self) -> float | None:
         """(last content - first content) / (output tokens - 1); None where the server tells no count, gave one token, or
-        gave all at once, as a store does."""
-        if self.output_tokens is None or self.output_tokens < 2 or len(self.text_s) < 2:
+        gave all at once, as a store does, and a server that was held up."""
+        if self.output_tokens is None or self.output_tokens < 2 or not self.text_s or self.text_s[-1] <= self.text_s[0]:
             return None
         return (self.text_s[-1] - self.text_s[0]) / (self.output_tokens - 1)
 

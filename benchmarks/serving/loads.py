@@ -97,6 +97,13 @@ class Stretch:
         return repeated(self.answers) or self.client_problem
 
 
+def held_up(answers: Sequence[Answer]) -> str | None:
+    """Most answers of several tokens came all at once: when their tokens were there, nobody can tell. Seen now and then of a
+    vLLM on two CPU cores, where answers of 16 tokens were held back for 50 to 1,000 ms."""
+    long = [a for a in answers if a.ok and (a.output_tokens or 0) > 1]
+    return "the server held its tokens back" if 2 * sum(a.tpot_s is None for a in long) > len(long) else None
+
+
 def repeated(answers: Sequence[Answer]) -> str | None:
     """Different prompts with one and the same long answer, cached or made up: nothing about a model follows."""
     told = {a.ask.prompt: a.text for a in answers}
