@@ -14,6 +14,7 @@ from benchmarks.verdicts import Word
 LONGEST_BYTES = 64 * 2**20
 LONGEST_LIST = 20_000
 DEEPEST = 16
+MOST_GPUS = 10_000
 SMALLEST, LARGEST = 1e-100, 1e100
 """Sizes between which every figure other than 0 lies: products and quotients of a few of them stay finite."""
 
@@ -33,7 +34,7 @@ def read_run(path: Path) -> dict[str, Any]:
     if len(content) > LONGEST_BYTES:
         raise RunFileError(f"{name} is larger than {LONGEST_BYTES // 2**20} MiB: no run.json of this suite is")
     try:
-        run = json.loads(content.decode("utf-8"), parse_constant=_no_number)
+        run = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number)
     except RecursionError:
         raise RunFileError(f"{name} is nested too deeply to be a run.json") from None
     except RunFileError as error:
@@ -118,6 +119,9 @@ def _checked(run: Any) -> dict[str, Any]:
         if when == "machine" or run.get(when) is not None:
             _fields(_is(run[when], (dict,), when), _MACHINE, when)
             _all(run[when]["versions"].values(), _TEXT_OR_NONE, f"{when}.versions")
+            gpus = _is(run[when].get("gpus"), (int, type(None)), f"{when}.gpus")
+            if gpus is not None and not 0 <= gpus <= MOST_GPUS:
+                raise RunFileError(f"{when}.gpus is {gpus}, no number of GPUs")
     _all(_is(run.get("noise_floor", {}), (dict,), "noise_floor").values(), _NUMBER_OR_NONE, "noise_floor")
     for n, claim in enumerate(run["claims"]):
         where = f"claims[{n}]"

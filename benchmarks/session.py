@@ -18,6 +18,7 @@ from benchmarks.claims import CLAIMS
 from benchmarks.estimates import FULL_LOOK, Estimate
 from benchmarks.ledger import Ledger
 from benchmarks.rigs import Loader, Rig, RigError
+from benchmarks.tables import plain
 from benchmarks.timing import Clock, Rounds, interleave
 from benchmarks.verdicts import Claim, Setting, Verdict, Word, judge, not_judged
 
@@ -359,19 +360,21 @@ class Session:
         before = self.ledger.previous_path if self.ledger.begun else self.ledger.path
         try:
             run = json.loads(before.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None  # no run before, or none that can be read: this run measures its own
         return Calibration.of_run(run, self.machine, self.rig.record)
 
 
 def _check_writable(folder: Path) -> None:
     """Raises RigError when a report can't be written to a folder; the folder itself is made with the first figure."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    nearest = folder
     try:
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with TemporaryDirectory(dir=nearest):  # permissions alone don't tell: /proc has them and takes no folder
             pass
     except OSError:
-        raise RigError(f"--report {folder}: {nearest} is not a folder that can be written to; name another") from None
+        said = f"{plain(nearest, 120)} is not a folder that can be written to; name another"
+        raise RigError(f"--report {plain(folder, 120)}: {said}") from None
 
 
 def _leave_a_core() -> None:

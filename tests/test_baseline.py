@@ -214,6 +214,27 @@ def test_a_card_is_not_held_against_two_of_its_kind():
     assert find(two, CARDS) == CARDS / "nvidia-h200-x2.json" and find(one, CARDS) is None
 
 
+def test_an_editors_mark_at_the_start_of_a_file_is_no_harm(tmp_path):
+    path = written(RUN, tmp_path / "run.json")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_run(path)["cells"] == read_run(written(RUN, tmp_path / "plain.json"))["cells"]
+
+
+@pytest.mark.parametrize("gpus", ["two", -3, 10**15, 2.5, [2], True])
+def test_a_number_of_gpus_is_one(gpus, tmp_path):
+    with pytest.raises(RunFileError, match="gpus"):
+        read_run(written(changed(RUN, lambda run: run["machine"].update(gpus=gpus)), tmp_path / "run.json"))
+
+
+@pytest.mark.parametrize("to", ["a file/x.json", "x" * 300 + ".json"])
+def test_a_baseline_that_cannot_be_written_is_one_line(to, tmp_path, capsys):
+    (tmp_path / "a file").write_text("", encoding="utf-8")
+    run = written(RUN, tmp_path / "run.json")
+    assert main(["accept", str(run), "--to", str(tmp_path / to)]) == 2
+    said = capsys.readouterr().err
+    assert "can't be written" in said and "--to" in said and said.count("\n") == 1
+
+
 def test_an_endpoint_may_be_an_engine(tmp_path):
     asked = changed(RUN, lambda run: [claim.update(engine="endpoint 127.0.0.1:8000/v1") for claim in run["claims"]])
     assert read_baseline(written(asked, tmp_path / "run.json"))

@@ -196,6 +196,17 @@ def test_the_graph_engines_interval_comes_from_the_claims_own_samples():
     assert gain.high == 17.0
 
 
+def test_a_target_that_the_other_engines_own_row_meets_needs_no_bigger_gpu():
+    raw = {"graph speed-up": [9.0, 10.0, 11.0] * 4}  # the host had a better minute when both were measured in turn
+    claim = _claim("bigger_gpu.software_first", 5.0, [4.0, 6.0], parts=[_part("x", 5.0, [4.0, 6.0], raw)])
+    graph = _row(1, 0.001, engine="graph", decode_device_s=0.0009)
+    told = diagnose(_host_bound(graph, claims=[claim]), Targets(tpot_s=0.0012))
+    fix = _fix(told, "CUDA graphs")
+    assert (fix.gain.value, fix.gain.low, fix.gain.high) == (pytest.approx(20.0), 9.0, pytest.approx(20.0))
+    assert "10x in rounds of both in turn" in fix.basis
+    assert not told.bigger_gpu.buy
+
+
 def test_without_a_graph_engine_the_host_can_save_no_more_than_its_own_time():
     cells = [_row(1, 0.02, decode_device_s=0.002, decode_floor_s=0.004)]
     assert _fix(diagnose(_run(cells)), "CUDA graphs").gain.value == pytest.approx(5), "the larger of both bounds"

@@ -120,6 +120,14 @@ def test_a_count_that_is_none_stays_unknown(count: object) -> None:
     assert piece.usage == {"prompt_tokens": 3}
 
 
+@pytest.mark.parametrize(
+    "told", [{"tokens": 7}, {"tokens": ["a"], "top_logprobs": 7}, {"content": [{"token": "a", "top_logprobs": 7}]}]
+)
+def test_logprobs_of_no_form_are_none(told: dict[str, Any]) -> None:
+    piece = read_piece(json.dumps({"choices": [{"text": "a", "logprobs": told}]}))
+    assert piece.text == "a" and not any(map(dict, piece.top_logprobs))
+
+
 def test_logprobs_of_either_form_are_read_and_odd_ones_left_out() -> None:
     odd = {"b": float("nan"), "c": 10**400, "d": "x", "e": True}
     flat = {"tokens": ["a"], "top_logprobs": [{"a": -0.5, **odd}]}

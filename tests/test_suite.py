@@ -139,6 +139,8 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--target no^such/name", ["neither a folder nor a hub id"]),
         ("--report pytest.ini", ["--report", "not a folder"]),
         ("--report /proc/x", ["--report /proc/x", "not a folder that can be written to"]),
+        (f"--report /tmp/{'x' * 300}", ["not a folder that can be written to"]),
+        ("--baseline pytest.ini/x", ["--baseline", "is no folder", "name another file"]),
     ],
 )
 def test_a_wrong_value_is_one_line_that_says_what_is_allowed(

@@ -167,7 +167,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what changes and write it. Returns the exit code: 1 when a bar would get lower that `--lower` doesn't name."""
     new = read_run(arguments.run)
     path = arguments.to if arguments.to is not None else card_path(new, CARDS)
-    found = accepted(new, read_baseline(path) if path.exists() else None)
+    try:
+        known = path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFileError(f"{plain(path, 120)} can't be written: {error.strerror}; name another with --to") from None
+    found = accepted(new, read_baseline(path) if known else None)
     for change in found.changes:
         print(plain(change.line, 400))
     if unnamed := found.unnamed(arguments.lower):
@@ -175,7 +180,6 @@ def run(arguments: argparse.Namespace) -> int:
         named = " ".join(f"--lower {id}" for id in ids)
         print(f"not written: {len(unnamed)} bars would get lower; if that is meant, add {named}", file=sys.stderr)
         return 1
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, found.baseline)
     what = f"{len(found.changes)} changes" if found.changes else "nothing has changed beyond the tolerance"
     print(f"{what}; written to {plain(path, 200)}")

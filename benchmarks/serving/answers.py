@@ -201,6 +201,11 @@ def _usage(usage: object) -> dict[str, int]:
     return {name: n for name, n in told.items() if type(n) is int and 0 <= n <= MOST_TOKENS}
 
 
+def _listed(told: object) -> list[Any]:
+    """A list, and nothing for whatever else a server sends in its place."""
+    return told if isinstance(told, list) else []
+
+
 def _logprobs(told: object) -> tuple[tuple[str, ...], tuple[dict[str, float], ...]]:
     """Tokens and their candidates, of either form: completions' parallel lists or chat's list of objects."""
     if not isinstance(told, dict):
@@ -209,12 +214,12 @@ def _logprobs(told: object) -> tuple[tuple[str, ...], tuple[dict[str, float], ..
         entries = [e for e in content if isinstance(e, dict)]
         tokens = [str(e.get("token")) for e in entries]
         tops = [
-            {str(c.get("token")): c.get("logprob") for c in e.get("top_logprobs") or () if isinstance(c, dict)}
+            {str(c.get("token")): c.get("logprob") for c in _listed(e.get("top_logprobs")) if isinstance(c, dict)}
             for e in entries
         ]
     else:
-        tokens = [str(t) for t in told.get("tokens") or ()]
-        tops = [dict(t) if isinstance(t, dict) else {} for t in told.get("top_logprobs") or ()]
+        tokens = [str(t) for t in _listed(told.get("tokens"))]
+        tops = [dict(t) if isinstance(t, dict) else {} for t in _listed(told.get("top_logprobs"))]
     if len(tops) != len(tokens):
         return (), ()
     return tuple(tokens), tuple(map(_numbers, tops))
