@@ -56,8 +56,8 @@ def arm(session: pytest.Session, suite: Session) -> None:
     run = suite.ledger.run
     try:
         path = baseline.find(run) if asked == "auto" else Path(asked)
-        known = baseline.read_baseline(path) if path is not None and _is_there(path) else None
-    except (RunFileError, OSError) as error:
+        known = baseline.known_at(path) if path is not None else None
+    except RunFileError as error:
         raise pytest.UsageError(f"--baseline: {plain(error, 400)}") from None
     if known is not None and (why := baseline.unlike(run, known)):
         said = f"--baseline {plain(path, 120)} is not of this machine and rig: {plain('; '.join(why), 400)}"
@@ -65,14 +65,6 @@ def arm(session: pytest.Session, suite: Session) -> None:
     here = Gate(suite, None if path is None else plain(path, 120), known)
     session.config.stash[GATE] = here
     session.items.extend(here.items(session))
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises OSError for a path at which there never can be one: a run would be for nothing."""
-    nearest = next(parent for parent in path.absolute().parents if parent.exists())
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"{path}: {nearest} is no folder; name another file")
-    return path.exists()
 
 
 class Gate:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
+from benchmarks.diagnose.evidence import Evidence
 from benchmarks.series import Series, not_comparable, over_batch, series_of
 from benchmarks.tables import finite, plain
 from benchmarks.verdicts import Word, format_figure
-
-GAIN = "graph speed-up"
-"""What `bigger_gpu.software_first` calls the samples of its first side."""
 
 BUSY_ENOUGH = 0.1
 """Idle shares below this bound nothing: a card that is hardly ever idle may be worth replacing."""
@@ -65,21 +62,16 @@ def _engines(first: Series, others: Sequence[Series]) -> Iterable[str]:
     mine = first.figure("batching.1", "tpot_s")
     for other in others:
         theirs = other.figure("batching.1", "tpot_s")
-        gain = (_paired_gain(first) if other.engine == "graph" else None) or (
-            mine / theirs if mine and theirs else None
-        )
+        # Rounds of both in turn where there are any: rows are minutes apart, and a host has other minutes.
+        rounds = Evidence(first.run).samples("bigger_gpu.software_first", "graph speed-up")
+        if other.engine == "graph" and rounds:
+            gain: float | None = rounds.value
+        else:
+            gain = mine / theirs if mine and theirs else None
         if gain is not None:
             idle = idle_share(other)
             left = f", idle {100 * idle:.0f} %" if idle is not None else ""
             yield f"the {plain(other.engine, 40)} engine wrote them {format_figure(gain, 'x')} as fast{left}"
-
-
-def _paired_gain(series: Series) -> float | None:
-    """A graph's speed-up as rounds of both in turn have it: rows are minutes apart, and a host has other minutes."""
-    claim = series.claims.get("bigger_gpu.software_first")
-    rounds = [finite(x) for part in (claim or {}).get("parts", ()) for x in (part.get("raw") or {}).get(GAIN, ())]
-    known = [x for x in rounds if x is not None and x > 0]
-    return median(known) if known else None
 
 
 def _batching(series: Series) -> Iterable[str]:

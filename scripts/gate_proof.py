@@ -97,13 +97,13 @@ def _run(words: list[str], baseline: str, folder: Path) -> tuple[int, float, Pat
         "-p",
         "no:cacheprovider",
     ]
-    where_from = filter(None, [os.environ.get("PYTHONPATH")])
+    found_in = os.pathsep.join(filter(None, [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *where_from])},
+            env=os.environ | {"PYTHONPATH": found_in},
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,

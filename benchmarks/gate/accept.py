@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import Finding, Key, Outcome, compare
-from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, read_baseline, unlike
+from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, known_at, unlike
 from benchmarks.ledger import write_json
 from benchmarks.run_file import RunFileError, read_run
 from benchmarks.tables import finite, plain
@@ -167,12 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what changes and write it. Returns the exit code: 1 when a bar would get lower that `--lower` doesn't name."""
     new = read_run(arguments.run)
     path = arguments.to if arguments.to is not None else card_path(new, CARDS)
-    try:
-        known = path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFileError(f"{plain(path, 120)} can't be written: {error.strerror}; name another with --to") from None
-    found = accepted(new, read_baseline(path) if known else None)
+    found = accepted(new, known_at(path))
     for change in found.changes:
         print(plain(change.line, 400))
     if unnamed := found.unnamed(arguments.lower):
@@ -180,7 +175,11 @@ def run(arguments: argparse.Namespace) -> int:
         named = " ".join(f"--lower {id}" for id in ids)
         print(f"not written: {len(unnamed)} bars would get lower; if that is meant, add {named}", file=sys.stderr)
         return 1
-    write_json(path, found.baseline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found.baseline)
+    except OSError as error:
+        raise RunFileError(f"{plain(path, 120)} can't be written: {error.strerror}; name another file") from None
     what = f"{len(found.changes)} changes" if found.changes else "nothing has changed beyond the tolerance"
     print(f"{what}; written to {plain(path, 200)}")
     if not any(cell["station"] == "yardstick" or cell["device_s"] for cell in found.baseline["cells"]):

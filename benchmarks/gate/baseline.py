@@ -50,6 +50,19 @@ def read_baseline(path: Path) -> dict[str, Any]:
     return run
 
 
+def known_at(path: Path) -> dict[str, Any] | None:
+    """The baseline at a path, None where there is none yet. Raises RunFileError for one that can't be gated against, and for a
+    path at which there never can be one: what is done for it would be for nothing."""
+    try:
+        nearest = next(parent for parent in path.absolute().parents if parent.exists())
+        there = path.exists()
+    except OSError as error:
+        raise RunFileError(f"{plain(path, 120)} can't be written: {error.strerror}; name another file") from None
+    if not nearest.is_dir():
+        raise RunFileError(f"{plain(path, 120)} can't be written: {nearest} is no folder; name another file")
+    return read_baseline(path) if there else None
+
+
 def gateable(run: Run) -> None:
     """Raises RunFileError, in one line, for the first thing in a run that the gate can't rest on."""
     for name, floor in run.get("noise_floor", {}).items():

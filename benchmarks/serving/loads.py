@@ -99,7 +99,7 @@ class Stretch:
 
 def held_up(answers: Sequence[Answer]) -> str | None:
     """Most answers of several tokens came all at once: when their tokens were there, nobody can tell. Seen now and then of a
-    vLLM on two CPU cores, where answers of 16 tokens were held back for 50 to 1,000 ms."""
+    vLLM on two CPU cores, where whole answers of 16 tokens came after 160 to 1,100 ms."""
     long = [a for a in answers if a.ok and (a.output_tokens or 0) > 1]
     return "the server held its tokens back" if 2 * sum(a.tpot_s is None for a in long) > len(long) else None
 
