@@ -248,7 +248,7 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
     )
     words = {part.verdict for part in parts}
     word = next(w for w in (Word.REFUTED, Word.INCONCLUSIVE, Word.HOLDS) if w in words)
-    notes = dict.fromkeys(p.observed.note for p in parts if p.observed.note)
+    notes = dict.fromkeys(said for p in parts for said in p.observed.note.split("; ") if said)
     problems = dict.fromkeys(p.observed.problem for p in parts if p.observed.problem)
     reason = "; ".join([*problems, *notes])
     if word is Word.INCONCLUSIVE and not problems:

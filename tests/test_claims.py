@@ -169,6 +169,11 @@ def test_what_this_machine_lacks_is_not_judged_whatever_was_observed() -> None:
     assert not_judged(AT_LEAST, "why").reason == "why"
 
 
+def test_what_several_figures_note_is_said_once() -> None:
+    seen = {"one": counted(3.0, note="8 seats").noted("the budget ended"), "other": counted(0.5, note="the budget ended")}
+    assert judge(BOTH, seen).reason == "8 seats; the budget ended"
+
+
 def test_a_verdict_says_all_in_one_line() -> None:
     sixteen = [9.0] * 5 + [10.0] * 10 + [11.0] * 5
     seen = paired_ratio(sixteen, [1.0] * 20, ("sixteen e2e", "one e2e")).noted("the budget ended after 20 rounds")
