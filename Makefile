@@ -18,11 +18,14 @@ SERVE := transformers vllm
 
 .PHONY: myths myths-without-clock myths-serving test test-browser lint setup
 
+# A folder or file that stands alone after an option in ARGS must not be taken for the tests, nor for where pytest.ini is.
+MYTHS := -c pytest.ini $(if $(findstring myths/test_,$(ARGS)),,myths)
+
 myths: $(READY)
-	$(VENV)/bin/python -m pytest -v --benchmark-columns=median,iqr,rounds $(ARGS)
+	$(VENV)/bin/python -m pytest -v --benchmark-columns=median,iqr,rounds $(MYTHS) $(ARGS)
 
 myths-without-clock: $(READY)
-	$(VENV)/bin/python -m pytest -v -m "not timing" $(ARGS)
+	$(VENV)/bin/python -m pytest -v -m "not timing" $(MYTHS) $(ARGS)
 
 myths-serving: $(READY) $(if $(filter vllm,$(SERVE)),$(VLLM)/.ready)
 	@failed=0; for server in $(SERVE); do \

@@ -9,23 +9,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import workloads
 from benchmarks.claims import CLAIMS
+from benchmarks.estimates import unusable
+from benchmarks.ledger import NotWritten
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
 from benchmarks.serving import NotServed
 from benchmarks.serving.servers import SERVE, Plan, ServerError
 from benchmarks.session import ENGINES, NotCaptured
 from benchmarks.tables import plain
 from benchmarks.timing import quiet
-from benchmarks.verdicts import Claim, Word
+from benchmarks.verdicts import Claim, Verdict, Word
 
 if TYPE_CHECKING:
     from benchmarks.phases import EagerEngine
     from benchmarks.roofline import Roofline
+    from benchmarks.rows import PlannedRow
     from benchmarks.session import Observed, Session
 
 pytest_plugins = ["pytester", "gate_plugin"]
@@ -54,6 +58,19 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def _number(option: str, kind: type[int] | type[float], such_as: object) -> Callable[[str], int | float]:
+    """Reads an option's number; what is none ends in one line, where argparse has four."""
+
+    def _read(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            whole = "whole " if kind is int else ""
+            raise pytest.UsageError(f"{option} {text}: give a {whole}number, such as {such_as}") from None
+
+    return _read
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("inference-myths", "inference-myths: which models are judged, and how")
     add = group.addoption
@@ -78,14 +95,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add(
         "--prefix-len",
-        type=int,
+        type=_number("--prefix-len", int, workloads.PREFIX_LEN),
         default=workloads.PREFIX_LEN,
         metavar="TOKENS",
         help="shared system prompt (default: %(default)s)",
     )
     add(
         "--new-tokens",
-        type=int,
+        type=_number("--new-tokens", int, workloads.NEW_TOKENS),
         default=workloads.NEW_TOKENS,
         metavar="TOKENS",
         help="output length (default: %(default)s)",
@@ -118,7 +135,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add(
         "--world-size",
-        type=int,
+        type=_number("--world-size", int, 2),
         metavar="GPUS",
         help="GPUs over which a model is split or copied (default: all, up to 8)",
     )
@@ -135,19 +152,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add(
         "--budget",
-        type=float,
+        type=_number("--budget", float, 10),
         metavar="SECONDS",
-        help="rounds that a claim may take before it is INCONCLUSIVE (default: 10 with CUDA, else 15; ten rounds at least)",
+        help="seconds of rounds that a claim may take before it is INCONCLUSIVE (default: 10 with CUDA, else 15, and ten "
+        "rounds at least)",
     )
 
 
-def _open_session(config: pytest.Config) -> Session:
-    """The session of this run. Raises UsageError, so that a wrong option or a missing model is one line and exit code 4."""
+def _new_session(config: pytest.Config) -> Session:
+    """The session that the options ask for, not yet open. Raises UsageError, so that a wrong option is one line and exit
+    code 4."""
     from benchmarks.session import Options, Session
 
     option = config.getoption
     try:
-        session = Session(
+        return Session(
             Options(
                 rig=option("--rig"),
                 target=option("--target"),
@@ -167,8 +186,18 @@ def _open_session(config: pytest.Config) -> Session:
             ),
             "cuda" if _has_cuda() else "cpu",
         )
-        session.open()
     except (RigError, ServerError) as error:
+        raise pytest.UsageError(plain(error, 500)) from None
+
+
+def _open_session(config: pytest.Config, items: list[pytest.Item]) -> Session:
+    """The session of this run. Raises UsageError, so that a missing model too is one line."""
+    session = _new_session(config)
+    try:
+        elsewhere = session.options.served is not None and session.options.served.endpoint is not None
+        myths = [item for item in items if "session" in getattr(item, "fixturenames", ())]
+        session.open(models=not elsewhere or any("server_name" not in myth.fixturenames for myth in myths))
+    except RigError as error:
         raise pytest.UsageError(plain(error, 500)) from None
     return session
 
@@ -211,6 +240,10 @@ def _has_cuda() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.getoption("help"):
+        return
+    if (file := config.getoption("benchmark_json", None)) and not file.parent.is_dir():
+        raise pytest.UsageError(f"--benchmark-json {plain(file, 200)}: its folder is missing; make it or name another")
     if _requires_gpu(config.getoption("markexpr", "")) and not _has_cuda():
         raise pytest.UsageError("-m gpu needs CUDA and torch sees none here: run `pytest myths` for the embedded pair")
     if _is_spread(config) and _may_run_myths(config):
@@ -274,6 +307,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     elif "session" in getattr(item, "fixturenames", ()):
         item.add_marker("gpu")
         item.add_marker("timing")  # a row of a table: it is a figure, and figures here are times
+        for name in filter(_plans_rows, tuple(item.fixturenames)):
+            item.fixturenames.insert(0, name)  # before whatever may fail, since it says what is missing then
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -305,7 +340,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     import gate_plugin
 
-    suite = _open_session(session.config)
+    suite = _open_session(session.config, session.items)
     session.config.stash[SESSION] = suite
     gate_plugin.arm(session, suite)
 
@@ -332,13 +367,20 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
         _not_judged(item, reason)
         said = f"{claim.id}: {reason}" if claim else reason
         item.add_marker(pytest.mark.skip(reason=said))  # unlike skip(), says where the test stands
-    with _captured_or_skipped(item):
+    with _or_exit(), _in_one_line(item):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with _captured_or_skipped(item):
+    with _or_exit(), _in_one_line(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Around the gate too, which adds to the report between two tests."""
+    with _or_exit():
         return (yield)
 
 
@@ -350,14 +392,51 @@ def _not_judged(item: pytest.Item, reason: str) -> None:
         item.user_properties.append(("verdict", verdict.line))
 
 
+def _plans_rows(fixture_name: str) -> bool:
+    """Whether a fixture lists the rows that its test measures."""
+    return fixture_name.startswith("planned_")
+
+
+def _keep_missing(item: pytest.Item, reason: str) -> None:
+    """Record the rows that a test was to measure, if it names any, as missing."""
+    found: dict[str, Any] = getattr(item, "funcargs", {})
+    planned: list[PlannedRow] = [row for name in found if _plans_rows(name) for row in found[name]]
+    for row in planned:
+        item.config.stash[SESSION].ledger.cell(row.missing(reason))
+
+
 @contextmanager
-def _captured_or_skipped(item: pytest.Item) -> Iterator[None]:
-    """Without a graph engine what rests on it isn't judged, whether a fixture or the test asked for it; eager goes on."""
+def _in_one_line(item: pytest.Item) -> Iterator[None]:
+    """What a fixture or a test may lack is said in one line, its rows and its claim are recorded, and the rest goes on: without
+    a graph engine or a server what rests on it isn't judged; what is out of memory is measured and decides nothing."""
+    if SESSION not in item.config.stash:
+        yield  # no myth, but a test of what myths stand on: what escapes there is a failure
+        return
     try:
         yield
+        return
     except (NotCaptured, NotServed) as error:
+        _keep_missing(item, str(error))
         _not_judged(item, str(error))
         pytest.skip(str(error))
+    except (RuntimeError, MemoryError) as error:
+        from benchmarks.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        clear_frames(error.__traceback__)  # pytest keeps a fixture's error, which would keep what was allocated so far
+    said = reason = "out of memory"
+    _keep_missing(item, reason)
+    if claim := _claim_of(item):
+        said = _verdict(item, claim, {bound.what: unusable(reason) for bound in claim.bounds}).line
+    raise pytest.fail.Exception(said, pytrace=False) from None
+
+
+def _verdict(item: pytest.Item, claim: Claim, observed: Observed) -> Verdict:
+    """The verdict on a test's claim, recorded."""
+    verdict = item.config.stash[SESSION].judge(claim.id, observed, _engine_of(item))
+    item.user_properties.append(("verdict", verdict.line))
+    return verdict
 
 
 # What the myths use ---------------------------------------------------------------------------------------------------
@@ -376,10 +455,10 @@ def tokenizer(session: Session) -> workloads.Tokenizer:
 
 @contextmanager
 def _or_exit() -> Iterator[None]:
-    """Whatever is wrong with a model ends the run in one line: all stations stand on it."""
+    """What all stations stand on ends the run in one line: a model that is no good, a report that can't be written."""
     try:
         yield
-    except RigError as error:
+    except (RigError, NotWritten) as error:
         pytest.exit(plain(error, 500), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
@@ -442,8 +521,7 @@ def judge(request: pytest.FixtureRequest, session: Session) -> Callable[[Observe
         raise pytest.UsageError(f"{request.node.nodeid} judges nothing: mark it with @pytest.mark.claim(id)")
 
     def _judge(observed: Observed) -> None:
-        verdict = session.judge(claim.id, observed, _engine_of(request.node))
-        request.node.user_properties.append(("verdict", verdict.line))
+        verdict = _verdict(request.node, claim, observed)
         if verdict.word is not Word.HOLDS:
             pytest.fail(verdict.line, pytrace=False)
 
@@ -489,7 +567,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     said = str(dict(getattr(report, "user_properties", ())).get("verdict", ""))  # a module's report has none
     if report.passed and report.when == "call" and said.startswith(Word.HOLDS):
         return "passed", ".", Word.HOLDS
-    if report.failed and report.when == "call":
+    if report.failed and report.when != "teardown":
         for word in (Word.REFUTED, Word.INCONCLUSIVE):
             if said.startswith(word):
                 return "failed", word[0], word
@@ -501,7 +579,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(trylast=True)  # below the table of pytest-benchmark: the verdicts are what a reader should end on
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     suite = config.stash.get(SESSION, None)
-    if suite is None or not suite.ledger.begun:
+    if suite is None or not (suite.ledger.run["cells"] or suite.ledger.run["claims"]):
         return
     from benchmarks.report import card_lines
 
@@ -512,15 +590,30 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(config.stash[PAGE])
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """The report stands before pytest-benchmark writes its own files, which may fail."""
     suite = session.config.stash.get(SESSION, None)
     if suite is not None:
-        from benchmarks.report import write_card
+        try:
+            _write_report(session, suite)
+        except OSError as error:
+            session.config.stash[PAGE] = f"no page: {plain(error, 300)}"
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+    return (yield)
 
-        suite.close()
-        if suite.ledger.begun:
-            write_card(suite.ledger.run, suite.ledger.folder)
-            _write_page(session.config, suite.ledger.run, suite.ledger.folder / "index.html")
+
+def _write_report(session: pytest.Session, suite: Session) -> None:
+    """Raises OSError."""
+    from benchmarks.report import write_card
+
+    whole = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldfail
+    if suite.ledger.begun and not whole:
+        suite.ledger.note("source", "a run that was cut short: some of its tests may not have run")
+    suite.close()
+    if suite.ledger.begun:
+        write_card(suite.ledger.run, suite.ledger.folder)
+        _write_page(session.config, suite.ledger.run, suite.ledger.folder / "index.html")
 
 
 def _write_page(config: pytest.Config, run: dict[str, object], path: Path) -> None:
@@ -534,10 +627,9 @@ def _write_page(config: pytest.Config, run: dict[str, object], path: Path) -> No
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    suite = config.stash.get(SESSION, None)
-    if suite is not None:
-        versions = suite.machine["versions"]
-        machine_info["gpu"] = suite.machine["name"] if suite.device == "cuda" else None
-        machine_info["driver"] = suite.machine["driver"]
-        machine_info["torch"] = versions.get("torch")
-        machine_info["rig"] = suite.rig.record
+    """Asked when files are saved, and, for --benchmark-compare, before anything is collected: both must tell the same."""
+    suite = config.stash.get(SESSION, None) or _new_session(config)
+    machine_info["gpu"] = suite.machine["name"] if suite.device == "cuda" else None
+    machine_info["driver"] = suite.machine["driver"]
+    machine_info["torch"] = suite.machine["versions"].get("torch")
+    machine_info["rig"] = suite.rig.record

@@ -8,6 +8,7 @@ verdicts are judged by the gate's items, known REFUTED is expected there and a c
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,24 +56,24 @@ def arm(session: pytest.Session, suite: Session) -> None:
         return
     run = suite.ledger.run
     try:
-        path = baseline.find(run) if asked == "auto" else Path(asked)
+        path = baseline.find(run, baseline.CARDS) if asked == "auto" else Path(asked)
         known = baseline.known_at(path) if path is not None else None
     except RunFileError as error:
         raise pytest.UsageError(f"--baseline: {plain(error, 400)}") from None
     if known is not None and (why := baseline.unlike(run, known)):
         said = f"--baseline {plain(path, 120)} is not of this machine and rig: {plain('; '.join(why), 400)}"
         raise pytest.UsageError(said)
-    here = Gate(suite, None if path is None else plain(path, 120), known)
+    here = Gate(suite, path, known)
     session.config.stash[GATE] = here
     session.items.extend(here.items(session))
 
 
 class Gate:
-    """One gated run. `known` is the baseline, None where there is none yet; `name` its file, as far as one is known."""
+    """One gated run. `known` is the baseline, None where there is none yet; `path` its file, as far as one is known."""
 
-    def __init__(self, suite: Session, name: str | None, known: baseline.Run | None) -> None:
+    def __init__(self, suite: Session, path: Path | None, known: baseline.Run | None) -> None:
         self.suite = suite
-        self.name = name
+        self.path = path
         self.known = known
         self.judgement: gate.Judgement | None = None
         self.measured_by: dict[gate.Key, pytest.Item] = {}
@@ -113,7 +114,7 @@ class Gate:
                 looks.append(found)
                 remarks += broken
             remarks += gate.times_to_come(looks[0])
-            self.judgement = gate.Judgement(self.name, tuple(gate.confirmed(looks)), tuple(remarks))
+            self.judgement = gate.Judgement(plain(self.path, 120), tuple(gate.confirmed(looks)), tuple(remarks))
         self.suite.ledger.note("gate", self.judgement.record)
 
     def _tests_of(self, looks: list[list[gate.Finding]]) -> list[pytest.Item]:
@@ -138,8 +139,8 @@ class Gate:
     @property
     def accept(self) -> str:
         """The command that makes this run the baseline."""
-        to = f" --to {self.name}" if self.name else ""
-        return f"python -m benchmarks accept {plain(self.suite.ledger.path, 200)}{to}"
+        to = ("--to", plain(self.path, 200)) if self.path else ()
+        return shlex.join(("python", "-m", "benchmarks", "accept", plain(self.suite.ledger.path, 200), *to))
 
 
 class _Cases(pytest.Collector):
@@ -223,15 +224,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Below the card: what a job that went red ends with."""
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Below the card: what a job that went red ends with. A run that was refused ends with the line that says why."""
     here = config.stash.get(GATE, None)
     if config.getoption("--baseline") is None or config.getoption("collectonly"):
         return
-    terminalreporter.section("the gate")
     if here is None or here.judgement is None:
-        terminalreporter.write_line("RED: the run ended before the gate could judge it")
+        if exitstatus != pytest.ExitCode.USAGE_ERROR:
+            terminalreporter.section("the gate")
+            terminalreporter.write_line("RED: the run ended before the gate could judge it")
         return
+    terminalreporter.section("the gate")
     for line in summary.lines(here.judgement, here.accept):
         terminalreporter.write_line(line)
     if os.environ.get("GITHUB_ACTIONS") == "true":

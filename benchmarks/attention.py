@@ -357,14 +357,15 @@ def cell(row: Row, precision: str) -> Cell:
     )
 
 
-def exactness(dtype: torch.dtype, device: Device) -> Estimate:
-    """The worst error ratio over two lengths, with and without grouped heads."""
+def exactness(dtype: torch.dtype, device: Device, attend: Attention = sdpa) -> Estimate:
+    """The worst error ratio over two lengths, with and without grouped heads; unusable where one is no number."""
     seen = {
-        f"{length}, {kv_heads} KV heads": error_ratio(length, dtype, device, kv_heads=kv_heads)
+        f"{length}, {kv_heads} KV heads": error_ratio(length, dtype, device, attend, kv_heads)
         for length in (256, 1024)
         for kv_heads in (HEADS, 2)
     }
-    return counted(max(seen.values()), {name: (value,) for name, value in seen.items()})
+    worst = float(torch.tensor(list(seen.values())).max())  # NaN if any is, which max() would lose
+    return counted(worst, {name: (value,) for name, value in seen.items()})
 
 
 def _by_length(rows: Sequence[Row], name: str) -> dict[int, float]:
@@ -406,10 +407,11 @@ def time_growth(shorter_s: Sequence[float], longer_s: Sequence[float]) -> Estima
 
 
 def kernels_named(traces: Mapping[str, Trace], capability: tuple[int, int] | None) -> dict[str, Estimate]:
-    """Whether each traced call says which attention ran, and whether the card can have run it."""
+    """Whether each traced call says which attention ran, and whether the device can have run it: without a card, and so
+    without a `capability`, none of CUDA's."""
     named = sum(t.attention_named for t in traces.values()) / len(traces)
     ran = {where: sorted({run.backend for run in t.attention}) or ["nothing"] for where, t in traces.items()}
-    wrong = [run for t in traces.values() for run in impossible(t.attention, capability)] if capability else []
+    wrong = [run for t in traces.values() for run in impossible(t.attention, capability or (0, 0))]
     note = "ran: " + ", ".join(f"{where} {'+'.join(what)}" for where, what in ran.items())
     if fallen := [where for where, t in traces.items() if t.math_fallback]:
         note += f"; SDPA fell back to math in {', '.join(fallen)}: the full score matrix is built there"

@@ -23,7 +23,7 @@ from benchmarks.phases import (
     tolerance,
 )
 from benchmarks.roofline import Roofline
-from benchmarks.rows import Phases, Sampled, missing_row, served_cells
+from benchmarks.rows import Phases, PlannedRow, Sampled, served_cells
 from benchmarks.runs import Run, ratio
 from benchmarks.timing import Clock
 from benchmarks.tokens import Tolerance, compare, share_explained
@@ -143,7 +143,7 @@ def row(
 
     cells = attempt(measure, engine.device) if _cache_fits(engine, workload) else OutOfMemory()
     if isinstance(cells, OutOfMemory):
-        return [missing_row(row_id(workload), workload, engine.name, precision, cells.reason)]
+        return [PlannedRow(row_id(workload), workload, engine.name, precision).missing(cells.reason)]
     return cells
 
 

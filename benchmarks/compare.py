@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gate import Key
 from benchmarks.gate.rules import figures
-from benchmarks.report import STATIONS, escaped, markdown_table, table_lines
+from benchmarks.report import STATIONS, escaped, markdown_table, table_lines, wrapped
 from benchmarks.run_file import read_run
 from benchmarks.tables import MISSING, Table, finite, plain
 from benchmarks.verdicts import Word, format_figure
@@ -163,10 +163,17 @@ def _amount(name: str, value: float) -> str:
 
 def lines(comparison: Comparison, width: int) -> list[str]:
     """For a terminal of `width` columns."""
-    out = list(comparison.columns)
+    out = list(_hanging(comparison.columns, width))
     for table in comparison.tables:
         out += ["", *table_lines(table, width)]
-    return [*out, "", *comparison.remarks] if comparison.remarks else out
+    return [*out, "", *_hanging(comparison.remarks, width)] if comparison.remarks else out
+
+
+def _hanging(texts: Iterable[str], width: int) -> Iterable[str]:
+    """Texts over as many lines as they need, each line of a text but its first moved in."""
+    for text in texts:
+        first, *more = wrapped(text, width - 2)
+        yield from (first, *(f"  {part}" for part in more))
 
 
 def markdown(comparison: Comparison) -> str:
@@ -199,6 +206,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         sys.stdout.write(markdown(comparison))
     else:
-        width = min(120, shutil.get_terminal_size((100, 24)).columns)
+        width = min(120, shutil.get_terminal_size((120, 24)).columns)
         sys.stdout.write("\n".join(lines(comparison, width)) + "\n")
     return 0

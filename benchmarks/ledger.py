@@ -120,10 +120,14 @@ def verdict_record(verdict: Verdict, engine: str) -> dict[str, object]:
     }
 
 
+class NotWritten(OSError):
+    """The report folder doesn't take the run; the message is one line. The run itself goes on in memory."""
+
+
 class Ledger:
     """The run so far. Nothing is written before the first cell or verdict, and the run before is kept beside it.
 
-    Writes are whole or not at all: a new file is moved over the old one.
+    Writes are whole or not at all: a new file is moved over the old one. What writes raises NotWritten.
     """
 
     def __init__(self, folder: Path, machine: Mapping[str, object], rig: Mapping[str, object], engine: str) -> None:
@@ -137,7 +141,7 @@ class Ledger:
             "engine": engine,
             "noise_floor": {},
             "calibration": None,
-            "unavailable": {"calibration": "no claim that rests on a clock was judged"},
+            "unavailable": {"calibration": "no claim that rests on this suite's own clock was judged"},
             "cells": [],
             "claims": [],
         }
@@ -193,11 +197,14 @@ class Ledger:
         self._write()
 
     def _write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.begun and self.path.exists():
-            os.replace(self.path, self.previous_path)
-        self.begun = True
-        write_json(self.path, self.run)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.begun and self.path.exists():
+                os.replace(self.path, self.previous_path)
+            self.begun = True
+            write_json(self.path, self.run)
+        except OSError as error:
+            raise NotWritten(f"the report can't be written: {error}; make room or name another --report") from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -207,10 +214,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, whole or not at all: a new one is moved over the old. What fails leaves nothing behind."""
+    """A text file, whole or not at all: a new one is moved over the old. What fails leaves nothing behind, and half a
+    character (a lone surrogate, such as a file's name may hold) becomes "?"."""
     fresh = path.with_name(path.name + ".new")
     try:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text(text, encoding="utf-8", errors="replace")
         os.replace(fresh, path)
     except BaseException:
         fresh.unlink(missing_ok=True)

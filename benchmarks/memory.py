@@ -109,12 +109,20 @@ def kv_cache_bytes(config: Any, tokens: int, dtype_bytes: int) -> int:
     2 (keys, values) * layers * KV heads * head size * tokens * `dtype_bytes`. `config` is a transformers config. It is
     the KV heads that are cached (grouped-query attention), not the attention heads.
 
-    Raises ValueError for layers that don't cache every position.
+    Raises ValueError for layers that don't cache every position, or not keys and values of each KV head.
     """
-    other = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    layer_types = getattr(config, "layer_types", None)
+    other = {kind for kind in layer_types or () if kind != "full_attention"}
+    if layer_types is None:  # all layers then are of one kind, which these fields tell (transformers' DynamicCache)
+        other |= {name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None)}
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if getattr(config, "kv_lora_rank", None):  # DeepSeek's latent attention
+        other.add("kv_lora_rank")
+    if kv_heads is None and getattr(config, "multi_query", None):  # Falcon's single KV head
+        other.add("multi_query")
     if other:
         raise ValueError(f"the KV cache of {', '.join(sorted(other))} layers has another size: not computed")
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads = kv_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * kv_heads * head_dim * tokens * dtype_bytes)
 
@@ -172,7 +180,7 @@ def attempt(call: Callable[[], T], device: Device) -> T | OutOfMemory:
     try:
         return call()
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     gc.collect()
     if device == "cuda":
@@ -180,8 +188,8 @@ def attempt(call: Callable[[], T], device: Device) -> T | OutOfMemory:
     return OutOfMemory()
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """The CPU's allocator and the CUDA libraries report a lack of memory in plain RuntimeErrors."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is a lack of memory, which the CPU's allocator and the CUDA libraries report in plain RuntimeErrors."""
     said = str(error)
     plain = "can't allocate memory" in said or "ALLOC_FAILED" in said or "CUDA error: out of memory" in said
     return plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))

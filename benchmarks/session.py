@@ -5,6 +5,7 @@ The pytest side (conftest.py) and the command line both stand on this; there is 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from benchmarks.calibration import Calibration, Floor
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import FULL_LOOK, Estimate
 from benchmarks.ledger import Ledger
-from benchmarks.rigs import Loader, Rig, RigError
+from benchmarks.rigs import Loader, Rig, RigError, first_line
 from benchmarks.tables import plain
 from benchmarks.timing import Clock, Rounds, interleave
 from benchmarks.verdicts import Claim, Setting, Verdict, Word, judge, not_judged
@@ -37,6 +38,9 @@ ENGINES = {"eager": ("eager",), "graph": ("graph",), "both": ("eager", "graph")}
 
 CACHE_STEP = 256
 """A graph engine's static cache is a multiple of this long, so that workloads of about the same length share one."""
+
+PROBE_LEN = 64
+"""Tokens of its own prompts' text that a model reads when it is loaded; a prefix is no shorter."""
 
 BUDGET_S = {"cuda": 10.0, "cpu": 15.0}
 """Seconds of rounds a claim may take where none are given; FULL_LOOK rounds are made however long they take, since fewer decide
@@ -64,9 +68,9 @@ class Options:
     served: Plan | None = None
 
     def __post_init__(self) -> None:
-        if self.prefix_len < 64:
+        if self.prefix_len < PROBE_LEN:
             raise RigError(
-                f"--prefix-len {self.prefix_len} is too short to tell a prefix from its suffix; give 64 or more"
+                f"--prefix-len {self.prefix_len} is too short to tell a prefix from its suffix; give {PROBE_LEN} or more"
             )
         if self.new_tokens < 8:
             raise RigError(f"--new-tokens {self.new_tokens} leaves no decode to measure; give 8 or more")
@@ -84,10 +88,16 @@ class Options:
         for text in (*self.suffixes, self.quant_prompt, self.target or "", self.draft or "", str(self.report)):
             if not text.replace("\n", "").isprintable():
                 raise RigError(f"an option holds control characters or bytes that are no text: {text[:40]!r}")
+        for option, name in (("--rig", self.rig), ("--target", self.target), ("--draft", self.draft)):
+            if name is not None and not name.strip():
+                raise RigError(f"{option} is empty; give a name or leave it out")
         if not self.quant_prompt.strip():
             raise RigError("--quant-prompt is empty; give a question")
         if any(not suffix.strip() for suffix in self.suffixes):
             raise RigError("--suffix is empty; give a question")
+        asked = [" ".join(suffix.split()) for suffix in self.all_suffixes]
+        if twice := next((suffix for suffix in asked if asked.count(suffix) > 1), None):
+            raise RigError(f"--suffix {twice[:40]!r} is asked already; give another question")
 
     @property
     def all_suffixes(self) -> tuple[str, ...]:
@@ -124,13 +134,28 @@ class Session:
         self.load_bytes: dict[str, int] = {}
         self._graphs: dict[tuple[object, ...], GraphEngine | NotCaptured] = {}
         self._floors: Mapping[str, float] = {}
+        self._no_floors: Mapping[str, str] = {}
         self.machine = machine.record(device)
         self._sensors = machine.Sensors(machine.Card.of("cuda")) if device == "cuda" else None
         self._lacks = self._lacking()
         self.ledger = Ledger(options.report, self.machine, self.rig.record, " and ".join(self.engine_names))
 
-    def open(self) -> None:
-        """Find every model's files and see that the workload fits. Raises RigError with one line."""
+    def open(self, models: bool = True) -> None:
+        """Find every model's files and see that the workload fits; without `models` none is needed, as where all that runs is
+        asked of an endpoint. Raises RigError with one line.
+        """
+        _check_writable(self.options.report)
+        if models:
+            self._check_models()
+        if self._sensors is not None:
+            self._sensors.__enter__()
+
+    def _check_models(self) -> None:
+        if self.options.engine == "graph":
+            from benchmarks.graphs import lacking as no_graphs
+
+            if reason := no_graphs(self.device):
+                raise RigError(f"--engine graph: {reason}; leave it out or give eager")
         dtype = self.rig.dtype
         if self.device == "cuda" and dtype == "bfloat16":
             capability = machine.Card.of("cuda").capability
@@ -138,7 +163,6 @@ class Session:
                 raise RigError(
                     f"--dtype bfloat16: this card ({capability[0]}.{capability[1]}) only emulates it; choose float16 or float32"
                 )
-        _check_writable(self.options.report)
         self.loader.check()
         tokenizer = self.loader.tokenizer()
         suffix_len = max(len(workloads.question_ids(tokenizer, q)) for q in self.options.all_suffixes)
@@ -158,8 +182,6 @@ class Session:
             kv_cache_bytes(self.loader.config(self.rig.target), 1, 1)
         except ValueError as error:
             self._lacks["kv_bytes"] = str(error)
-        if self._sensors is not None:
-            self._sensors.__enter__()
 
     def close(self) -> None:
         """Record the machine as it is afterwards."""
@@ -188,6 +210,7 @@ class Session:
         """Where claims are judged under an engine. Metrics of another engine than the eager one bear its name."""
         prefix = "" if engine == "eager" else f"{engine}."
         floors = {m.removeprefix(prefix): f for m, f in self._floors.items() if m.startswith(prefix)}
+        no_floors = {m.removeprefix(prefix): why for m, why in self._no_floors.items() if m.startswith(prefix)}
         lacks = dict(self._lacks)
         if engine == "graph":
             from benchmarks.graphs import lacking
@@ -196,7 +219,7 @@ class Session:
                 lacks["engine"] = reason
         served = self.options.served
         elsewhere = served is not None and served.endpoint is not None and engine in served.names
-        return Setting(lacks, floors, engine if elsewhere else f"{self.description}, {engine}")
+        return Setting(lacks, floors, engine if elsewhere else f"{self.description}, {engine}", no_floors)
 
     @property
     def description(self) -> str:
@@ -223,13 +246,13 @@ class Session:
     def load(self, role: str, precision: str | None = None) -> EagerEngine:
         """The "target" or "draft" behind the eager engine; `precision` None (the rig's dtype), "int8" or "nf4".
 
-        Raises RigError when it can't be had or its logits are not numbers. Bytes before and after loading are kept, by
-        role and precision, in `load_bytes`.
+        Raises RigError when it can't be had, keeps no KV cache, or its logits are not numbers. Bytes before and after
+        loading are kept, by role and precision, in `load_bytes`.
         """
         import torch
         from transformers.utils import logging
 
-        from benchmarks.memory import resident_bytes
+        from benchmarks.memory import is_out_of_memory, resident_bytes
         from benchmarks.phases import EagerEngine, Prompt
 
         logging.disable_progress_bar()
@@ -241,10 +264,19 @@ class Session:
         after = resident_bytes(self.device)
         if after is not None:
             self.load_bytes[f"{role} {precision or self.rig.reference}"] = after - (before or 0)
-        logits = engine.prefill(Prompt.of([(1, 2, 3, 4, 5, 6, 7, 8)], self.device)).logits
-        if not torch.isfinite(logits).all():
+        probe = Prompt.of([workloads.prefix_ids(self.loader.tokenizer(), PROBE_LEN)], self.device)
+        try:
+            state = engine.prefill(probe)
+            copy.deepcopy(state.cache).get_seq_length()
+        except Exception as error:  # what models without a KV cache raise has no class in common
+            if is_out_of_memory(error):
+                raise
+            said = f"{source.label} keeps no KV cache as attention does ({first_line(error)})"
+            raise RigError(f"{said}: give another --{role}") from error
+        if not torch.isfinite(state.logits).all():
             raise RigError(
-                f"{source.label} in {precision or self.rig.dtype} gives logits that are not numbers: choose another --dtype"
+                f"{source.label} in {precision or self.rig.dtype} gives logits that are not numbers: "
+                f"choose another --dtype, or a --{role} whose weights are numbers"
             )
         return engine
 
@@ -289,10 +321,13 @@ class Session:
         self.ledger.run |= known
 
     def add_floors(self, engine: str, found: Mapping[str, Floor | str]) -> None:
-        """The noise floors of another engine than the suite's own, measured within this run. Where a metric has none,
-        with the reason, its claims are not decided."""
-        floors = {f"{engine}.{metric}": floor.floor for metric, floor in found.items() if isinstance(floor, Floor)}
-        self._floors = {**self._floors, **floors}
+        """The noise floors of another engine than the suite's own, measured within this run. Where a metric has none, its
+        claims are not decided and say the reason."""
+        for metric, floor in found.items():
+            if isinstance(floor, Floor):
+                self._floors = {**self._floors, f"{engine}.{metric}": floor.floor}
+            else:
+                self._no_floors = {**self._no_floors, f"{engine}.{metric}": floor}
         self.ledger.run |= {"noise_floor": self._floors}
 
     def compare(

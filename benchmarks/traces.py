@@ -46,9 +46,9 @@ _KERNEL_WORDS = (
 )
 _SOFTMAX_KERNEL = re.compile(r"softmax", re.IGNORECASE)
 
-NEEDS_CAPABILITY = {"flash": (8, 0), "cudnn": (8, 0)}
-"""The least compute capability of a backend's kernels, from PyTorch's own checks (sdp_utils.cpp): a T4 (7.5) has
-neither, whatever the flags allow."""
+NEEDS_CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
+"""The least compute capability of CUDA's backends' kernels, from PyTorch's own checks (sdp_utils.cpp): a T4 (7.5) has
+neither flash nor cudnn, whatever the flags allow."""
 
 
 @dataclass(frozen=True)

@@ -205,19 +205,21 @@ class Setting:
     """Where a claim is judged: what is lacking here (by need, with the reason), the noise floors, and a description.
 
     `lacks` maps a need ("cuda", "trained", ..., and "engine", which every claim needs) to why it isn't met; `floors` a
-    metric to its relative noise floor, and a claim whose metric is missing there is not decided. None: a setting
-    without noise, as in a calculation.
+    metric to its relative noise floor, and a claim whose metric is missing there is not decided; `no_floors` says why it
+    is missing, where that is known. None: a setting without noise, as in a calculation.
     """
 
     lacks: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, float] | None = None
     description: str = ""
+    no_floors: Mapping[str, str] = field(default_factory=dict)
 
     def unknown_floor(self, claim: Claim) -> str | None:
         """Why this claim can't be decided although it can be measured: its metric's noise isn't known. Else None."""
         if claim.noise is None or self.floors is None or claim.noise in self.floors:
             return None
-        return f"the noise floor of {claim.noise} is not known here: run `python -m benchmarks calibrate`"
+        why = self.no_floors.get(claim.noise, "run `python -m benchmarks calibrate`")
+        return f"the noise floor of {claim.noise} is not known here: {why}"
 
     def why_not(self, claim: Claim) -> str | None:
         """The first reason for which this claim can't be judged here, None when it can."""

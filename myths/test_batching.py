@@ -11,18 +11,18 @@ import pytest
 
 from benchmarks import batching, curves, workloads
 from benchmarks.phases import Request
-from benchmarks.rows import missing_row
-from benchmarks.session import NotCaptured
+from benchmarks.rows import PlannedRow
 
 
-def test_batching_row(batch_size, engine_name, session, target, tokenizer, roofline, sampled, benchmark):
+@pytest.fixture
+def planned_rows(batch_size, engine_name, session, tokenizer):
     workload = workloads.equal_rows(tokenizer, batch_size, session.options.new_tokens)
-    try:
-        engine = session.engine(engine_name, target, batch_size, workload.total_len)
-    except NotCaptured as error:
-        id = batching.row_id(workload)
-        session.ledger.cell(missing_row(id, workload, engine_name, session.rig.reference, str(error)))
-        raise
+    return [PlannedRow(batching.row_id(workload), workload, engine_name, session.rig.reference)]
+
+
+def test_batching_row(planned_rows, batch_size, engine_name, session, target, roofline, sampled, benchmark):
+    workload = planned_rows[0].workload
+    engine = session.engine(engine_name, target, batch_size, workload.total_len)
     cells = batching.row(engine, workload, session.clock, session.rig.reference, sampled, roofline)
     for cell in cells:
         session.ledger.cell(cell)

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import curves, prefix, workloads
 from benchmarks.phases import Prompt, StoredPrefix
+from benchmarks.rows import PlannedRow
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,16 @@ def pair(engine_name, session, target, requests):
     return tuple(session.engine(engine_name, target, 1, longest, side) for side in (0, 1))
 
 
-def test_prefix_row(suffix_number, session, pair, stored, requests, roofline, sampled, benchmark):
+@pytest.fixture
+def planned_rows(suffix_number, engine_name, session, requests):
+    asked = requests[suffix_number]
+    return [
+        PlannedRow(f"prefix.{suffix_number}.{side}", workload, engine_name, session.rig.reference)
+        for side, workload in (("full", asked.full), ("cached", asked.suffix))
+    ]
+
+
+def test_prefix_row(planned_rows, suffix_number, session, pair, stored, requests, roofline, sampled, benchmark):
     cells = prefix.rows(
         pair,
         stored,

@@ -12,8 +12,7 @@ import pytest
 from benchmarks import quantization, workloads
 from benchmarks.claims import CLAIMS
 from benchmarks.phases import Request
-from benchmarks.rows import missing_row
-from benchmarks.session import NotCaptured
+from benchmarks.rows import PlannedRow
 
 STEPS = 8
 """Output tokens of a timed request: enough steps for a time per token, and int8 takes three times as long as fp16."""
@@ -30,16 +29,19 @@ def eval_rows(tokenizer):
     return quantization.eval_rows(tokenizer)
 
 
-@pytest.mark.parametrize("precision", ["reference", "int8", "nf4"])
-def test_quant_row(precision, engine_name, session, fixture_of, tokenizer, roofline, sampled, benchmark, request):
-    eager = request.getfixturevalue(fixture_of[precision])
+@pytest.fixture
+def planned_rows(precision, engine_name, session, tokenizer):
     name = session.rig.reference if precision == "reference" else precision
-    workload = workloads.equal_rows(tokenizer, 1, STEPS)
-    try:
-        engine = session.engine(engine_name, eager, 1, workload.total_len)
-    except NotCaptured as error:
-        session.ledger.cell(missing_row(f"quant.{name}", workload, engine_name, name, str(error)))
-        raise
+    return [PlannedRow(f"quant.{name}", workloads.equal_rows(tokenizer, 1, STEPS), engine_name, name)]
+
+
+@pytest.mark.parametrize("precision", ["reference", "int8", "nf4"])
+def test_quant_row(
+    planned_rows, precision, engine_name, session, fixture_of, tokenizer, roofline, sampled, benchmark, request
+):
+    eager = request.getfixturevalue(fixture_of[precision])
+    name, workload = planned_rows[0].precision, planned_rows[0].workload
+    engine = session.engine(engine_name, eager, 1, workload.total_len)
     said = None
     if session.rig.weights == "trained":
         said = quantization.answer(eager, tokenizer, session.options.quant_prompt, workloads.ANSWER_LEN)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import drafts, speculation, workloads
 from benchmarks.drafts import DRAFT_STEPS, TARGET_STEPS, verifier
+from benchmarks.rows import PlannedRow
 from benchmarks.speculation import DRAFT_LEN, Loop
 
 CHECKED_LEN = 16
@@ -21,6 +22,10 @@ ROUNDS_LEN = {"cpu": 16, "cuda": 10}
 REPLAYED_LEN = 96
 """Output tokens in the rounds that settle the speed claims: enough cycles to average over, and rounds stay short. Replays
 take so little that beside a few of them the prefills would be judged, of which a draft adds one."""
+
+
+LOOPS = {"eager": "transformers generate", "graph": "graph"}
+"""What runs the loop: the library's assisted generation on the eager engine, or the same loop of replays."""
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +44,11 @@ def rounds_len(engine_name, session):
 
 @pytest.fixture(scope="module")
 def loop(engine_name, session, target, helper, texts, rounds_len):
-    """The library's assisted generation on the eager engine, or the same loop of replays."""
     if engine_name == "eager":
-        return Loop("transformers generate", target, helper, session.clock)
+        return Loop(LOOPS[engine_name], target, helper, session.clock)
     longest = max(len(w.prompts[0]) + max(w.output_len, rounds_len) for w in texts.values()) + DRAFT_LEN
     return Loop(
-        "graph",
+        LOOPS[engine_name],
         session.graph(target, 1, longest, step_lens=TARGET_STEPS),
         session.graph(helper, 1, longest, step_lens=DRAFT_STEPS),
         session.clock,
@@ -83,7 +87,15 @@ def in_turn(engine_name, session, loop, texts, rounds_len):
     )
 
 
-def test_speculation_row(session, loop, texts, sampled, benchmark):
+@pytest.fixture
+def planned_rows(engine_name, session, texts):
+    return [
+        PlannedRow(f"speculation.{mode}", texts["table"], LOOPS[engine_name], session.rig.reference)
+        for mode in ("alone", "with_draft")
+    ]
+
+
+def test_speculation_row(planned_rows, session, loop, texts, sampled, benchmark):
     workload = texts["table"]
     (prompt,) = workload.prompts
 
@@ -148,9 +160,15 @@ def test_checking_five_tokens_costs_about_one_step(engine_name, session, checker
     judge(found.observed["speculation.verify_cheap"])
 
 
-def test_verify_row(session, checker, sampled, benchmark):
+@pytest.fixture
+def planned_checks(engine_name, session, tokenizer):
+    workload = workloads.equal_rows(tokenizer, 16, 1)
+    return [PlannedRow("speculation.verify.16", workload, engine_name, session.rig.reference, phase="verify")]
+
+
+def test_verify_row(planned_checks, session, checker, sampled, benchmark):
     """The same at batch 16, where a step is less of a wait for weights: a figure, not a claim."""
-    workload, checks = checker(16)
+    workload, checks = checker(planned_checks[0].workload.batch_size)
     cell = speculation.verify_cell(workload, checks, session.rig.reference, sampled(checks.pair, checks.pair))
     session.ledger.cell(cell)
     benchmark.extra_info[cell.id] = dict(cell.figures)

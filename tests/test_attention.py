@@ -30,6 +30,7 @@ from benchmarks.attention import (
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted, paired_ratio
 from benchmarks.timing import Clock
+from benchmarks.traces import AttentionRun, Trace
 from benchmarks.verdicts import Verdict, Word, judge
 
 quickly = settings(deadline=None, max_examples=50)
@@ -88,8 +89,13 @@ def test_a_liar_that_masks_the_future_is_refuted() -> None:
     assert exactness(partial(F.scaled_dot_product_attention, is_causal=True)).word is Word.REFUTED
 
 
-def test_a_liar_that_gives_nan_never_holds() -> None:
-    assert exactness(lambda query, key, value: query * float("nan")).word is Word.INCONCLUSIVE
+def test_a_liar_that_gives_nan_never_holds_though_it_is_right_without_grouped_heads() -> None:
+    def liar(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sdpa(query, key, value) * (1.0 if key.shape[1] == HEADS else float("nan"))
+
+    verdict = judge(CLAIMS["attention.exact"], attention.exactness(torch.float32, "cpu", liar))
+    assert verdict.word is Word.INCONCLUSIVE
+    assert "nan" in verdict.line
 
 
 def test_tensors_are_the_same_for_a_seed_and_bad_sizes_are_named() -> None:
@@ -278,3 +284,25 @@ def test_running_out_in_the_middle_is_a_note_and_no_abort() -> None:
 def test_the_row_names_what_ran_for_its_subject() -> None:
     row = measure_row(16, torch.float32, "cpu", Clock(), subject=naive)
     assert row.kernel == "naive"
+
+
+# --- which kernel ran -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "word"),
+    [
+        ("flash_cpu", None, Word.HOLDS),
+        ("flash", None, Word.REFUTED),
+        ("efficient", None, Word.REFUTED),
+        ("cudnn", None, Word.REFUTED),
+        ("flash", (7, 5), Word.REFUTED),
+        ("efficient", (7, 5), Word.HOLDS),
+        ("flash", (9, 0), Word.HOLDS),
+    ],
+)
+def test_a_trace_that_names_what_the_device_cannot_have_run_is_refuted(
+    backend: str, capability: tuple[int, int] | None, word: Word
+) -> None:
+    traced = Trace(None, None, None, (), (AttentionRun(backend, None, 1),))
+    assert judge(CLAIMS["attention.kernel"], attention.kernels_named({"a": traced}, capability)).word is word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import benchmarks.run_file
 from benchmarks.__main__ import main
 from benchmarks.gate import accept, compare
-from benchmarks.gate.baseline import NOISIEST, card_path, find, kept, other_software, read_baseline, unlike
+from benchmarks.gate.baseline import NOISIEST, card_path, find, kept, known_at, other_software, read_baseline, unlike
 from benchmarks.run_file import RunFileError, read_run
 from benchmarks.series import ARTICLE
 from tests.gated import changed, entry, some_run, written
@@ -111,6 +112,27 @@ def test_a_huge_baseline_is_not_read_whole(tmp_path, monkeypatch):
         file.truncate(2**40)  # sparse: takes no room
     with pytest.raises(RunFileError, match="larger than 1 MiB"):
         read_baseline(path)
+
+
+@pytest.mark.parametrize("read", [read_run, read_baseline, known_at])
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(RunFileError, match=r"pipe\.json is a pipe"):
+        read(tmp_path / "pipe.json")
+
+
+@pytest.mark.parametrize("target", ["link.json", "nowhere.json"])
+@pytest.mark.parametrize("read", [read_run, read_baseline, known_at])
+def test_a_link_in_a_circle_or_to_nothing_is_one_line_and_no_lack_of_a_baseline(read, target, tmp_path):
+    (tmp_path / "link.json").symlink_to(target)
+    with pytest.raises(RunFileError, match=r"link\.json can't be (read|written)") as refused:
+        read(tmp_path / "link.json")
+    assert str(refused.value).isprintable()
+
+
+def test_a_link_to_a_baseline_is_one(tmp_path):
+    (tmp_path / "link.json").symlink_to(written(RUN, tmp_path / "run.json"))
+    assert known_at(tmp_path / "link.json") == read_run(tmp_path / "run.json")
 
 
 _JSON = st.recursive(
@@ -262,6 +284,22 @@ def test_the_articles_figures_are_no_baseline_even_of_a_rig_like_theirs(tmp_path
     assert ARTICLE.read_bytes() == before
 
 
+def test_a_name_that_another_baseline_has_is_made_longer_until_it_is_free(tmp_path):
+    two = changed(RUN, lambda run: run["machine"].update(gpus=2))
+    expected = ["nvidia-h200", "nvidia-h200-qwen2-5-trained", *(f"nvidia-h200-qwen2-5-trained-{n}" for n in (2, 3))]
+    for n, stem in enumerate(expected):
+        mine = changed(RUN, lambda run, n=n: run["rig"].update(target=f"x/{n}"))
+        assert card_path(mine, tmp_path) == tmp_path / f"{stem}.json"
+        written(mine, tmp_path / f"{stem}.json")
+        assert card_path(mine, tmp_path) == find(mine, tmp_path) == tmp_path / f"{stem}.json"
+    assert card_path(two, tmp_path) == tmp_path / "nvidia-h200-x2.json"
+
+
+def test_the_baseline_that_somebody_named_is_the_one_to_be_replaced(tmp_path):
+    mine = written(RUN, tmp_path / "mine.json")
+    assert card_path(RUN, tmp_path) == mine
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -405,6 +443,27 @@ def test_accepting_says_that_no_time_is_gated_yet_and_that_the_yardstick_is_new(
     said = capsys.readouterr().out
     assert "changes yardstick.prefill (eager) cell" in said
     assert "no time" not in said
+
+
+def test_of_a_card_whose_run_has_no_time_nothing_is_said_about_a_cpu(tmp_path, capsys):
+    untimed = changed(RUN, lambda run: run.update(cells=[]))
+    assert main(["accept", str(written(untimed, tmp_path / "run.json")), "--to", str(tmp_path / "card.json")]) == 0
+    assert "CPU" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run["machine"].update(name="\ud800x"),
+        lambda run: run["claims"][0].update(reason="\ud800x"),
+        lambda run: run["machine"]["versions"].update({"\ud800x": "1", "torch": "\udfff"}),
+    ],
+)
+def test_half_a_character_is_written_as_a_question_mark(change, tmp_path):
+    card = tmp_path / "card.json"
+    assert main(["accept", str(written(changed(RUN, change), tmp_path / "run.json")), "--to", str(card)]) == 0
+    assert "?x" in card.read_text(encoding="utf-8")
+    assert read_baseline(card)
 
 
 def test_accepting_prints_each_change_and_writes_only_what_was_named(tmp_path, capsys):

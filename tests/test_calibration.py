@@ -160,7 +160,7 @@ def test_it_is_still_known_after_the_first_entry_of_the_new_run(tmp_path: Path) 
     suite = session(tmp_path)
     suite.skip(CLAIMS["batching.latency"], "no CUDA")
     assert read(tmp_path)["calibration"] is None
-    assert "rests on a clock" in read(tmp_path)["unavailable"]["calibration"]
+    assert "rests on this suite's own clock" in read(tmp_path)["unavailable"]["calibration"]
     assert suite.known_floors() == KNOWN
 
 

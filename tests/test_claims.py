@@ -170,7 +170,10 @@ def test_what_this_machine_lacks_is_not_judged_whatever_was_observed() -> None:
 
 
 def test_what_several_figures_note_is_said_once() -> None:
-    seen = {"one": counted(3.0, note="8 seats").noted("the budget ended"), "other": counted(0.5, note="the budget ended")}
+    seen = {
+        "one": counted(3.0, note="8 seats").noted("the budget ended"),
+        "other": counted(0.5, note="the budget ended"),
+    }
     assert judge(BOTH, seen).reason == "8 seats; the budget ended"
 
 

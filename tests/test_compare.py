@@ -9,6 +9,7 @@ from markdown_it import MarkdownIt
 
 from benchmarks.__main__ import main
 from benchmarks.compare import compare, lines, markdown
+from benchmarks.run_file import read_run
 from tests.gated import changed, entry, some_run, written
 
 CARDS = Path(__file__).parents[1] / "benchmarks" / "cards"
@@ -49,7 +50,7 @@ def test_claims_and_cells_of_two_engines_are_two():
     assert "batching.1.decode (graph)" in shown
 
 
-@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("width", [40, 60, 100])
 def test_no_line_is_wider_than_the_terminal_or_holds_an_escape(width):
     evil = changed(
         FASTER, lambda run: (run["machine"].update(name="\x1b[2J<b>" * 9), run["cells"][0].update(id="\x1b]0;x"))
@@ -57,9 +58,22 @@ def test_no_line_is_wider_than_the_terminal_or_holds_an_escape(width):
     comparison = compare({"a\x1b.json": RUN, "b.json": evil})
     for line in lines(comparison, width):
         assert line.isprintable()
+        assert len(line) <= width
     for table in comparison.tables:
         assert all(text.isprintable() for row in table.rows for text in row)
     assert "<b>" not in MarkdownIt("gfm-like", {"linkify": False}).render(markdown(comparison))
+
+
+@pytest.mark.parametrize("columns", [60, 100, 120])
+def test_the_cards_of_the_suite_fit_the_terminal_and_no_word_is_lost(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    files = [CARDS / f"{name}.json" for name in ("tesla-t4", "nvidia-h200", "nvidia-h200-x2")]
+    assert main(["compare", *map(str, files)]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    comparison = compare({str(path): read_run(path) for path in files})
+    words = " ".join(shown.split())
+    assert all(text in words for text in (*comparison.remarks, *comparison.columns))
 
 
 def test_the_published_card_is_a_column_that_anyone_can_name(capsys):

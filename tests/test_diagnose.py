@@ -24,6 +24,7 @@ from benchmarks.diagnose.smaller_models import drafted_speed
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "benchmarks" / "cards"
 T4 = json.loads((CARDS / "tesla-t4.json").read_text(encoding="utf-8"))
+X2 = json.loads((CARDS / "nvidia-h200-x2.json").read_text(encoding="utf-8"))
 
 few = settings(max_examples=25, deadline=None)
 
@@ -498,6 +499,82 @@ def test_more_cards_come_last_and_with_their_measured_gain():
     assert "once one replica is tuned" in _fix(told, "replicas").basis
 
 
+def test_a_run_of_more_cards_alone_says_what_it_measured_and_what_is_missing_to_promise_it():
+    told = diagnose(X2)
+    assert not told.fixes
+    assert [step.answer for step in told.path] == ["can't be told from this run"] * 4
+    ttft, tpot, throughput, memory = (step.evidence for step in told.path)
+    assert all("the run has no batching table" in said for said in (ttft, tpot, throughput)), "its rows do have a TTFT"
+    assert "tensor parallel gave 0.511x [0.352, 0.568] in TPOT (26.4 ms to 51.8 ms a token on 2 GPUs" in tpot
+    assert "1.05x in the cards' own time; all-reduces take 12% of the cards' time" in tpot
+    assert "replicas gave 1.73x [1.33, 1.95] (619 to 896 tok/s at the median on 2 GPUs" in throughput
+    assert "a user's token takes 1.14x [1.03, 1.52] as long" in throughput
+    assert memory.startswith("the run lacks the bytes of the weights; "), "those of the memory are in the run"
+    assert "1.66 GiB of weights on each of 2 GPUs: a request takes 1.08x [1.02, 1.23] as long" in memory
+    assert "the GPUs idle 51% of the time with 1 prefill in flight, 12% with 8" in memory
+    both = "pytest myths/test_batching.py myths/test_parallelism.py -m gpu --weights random"
+    notes = {note.what: note for note in told.untold}
+    assert notes["TTFT, TPOT, throughput"].command == both, "else the next run would lack the one or the other"
+    assert "after one tuned replica" in notes["which of tensor parallel, a pipeline and replicas to add"].why
+    assert "test_batching.py myths/test_parallelism.py" in notes["what fits into memory"].command
+    assert "at most 1.06x as fast, an infinitely fast one 1.13x, since this one works 11%" in told.bigger_gpu.reason
+    for targets in (Targets(tpot_s=0.01), Targets(throughput_per_s=1e4)):
+        told = diagnose(X2, targets)
+        assert not told.fixes
+        assert any("tensor parallel, a pipeline and replicas" in note.what for note in told.untold)
+
+
+def test_a_token_time_of_another_station_tunes_no_replica():
+    run = _two_gpus()
+    run["cells"] = [cell for cell in run["cells"] if cell["station"] == "parallel"]
+    run["cells"].append(_cell("quant.fp16", bytes={"loaded": 3e9}, ttft_s=0.03, tpot_s=0.02))
+    told = diagnose(run, Targets(tpot_s=0.015))
+    assert not told.fixes
+    assert "tensor parallel gave 1.54x" in told.path[0].evidence
+    assert any("after one tuned replica" in note.why for note in told.untold)
+
+
+def test_a_run_of_one_card_is_not_sent_to_more():
+    assert not any("parallel" in note.command for note in diagnose(_run([])).untold)
+
+
+def test_with_a_batching_table_the_same_figures_are_fixes_and_what_gains_nothing_is_said():
+    run = _host_bound()
+    told = diagnose(run | {"cells": run["cells"] + X2["cells"], "claims": X2["claims"]})
+    assert _names(told)[-1] == "replicas"
+    fix = _fix(told, "replicas")
+    assert fix.gain.text == "1.73x [1.33, 1.95]"
+    assert "token takes 1.14x" in fix.basis
+    assert fix.command == "pytest myths/test_batching.py myths/test_parallelism.py -m gpu"
+    assert "tensor parallel" not in _names(told)
+    assert "tensor parallel gave 0.511x" in told.path[1].evidence
+
+
+def test_splitting_weights_for_memory_says_what_it_costs():
+    run = _host_bound(_cell("quant.fp16", bytes={"loaded": 3e9}, ttft_s=0.03, tpot_s=0.02))
+    run |= {"cells": run["cells"] + X2["cells"], "claims": X2["claims"]}
+    told = diagnose(run, Targets(chats=1e5, tpot_s=1e-3))
+    fixes = {fix.name: fix.basis for fix in told.fixes if fix.metric is Metric.CHATS}
+    assert not fixes, "without the bytes of a token nothing says how many chats fit"
+    run["cells"].append(_cell("quant.chats.nf4", phase="chats", bytes={"chat": 1e8}, prompt_len=2048))
+    told = diagnose(run, Targets(chats=1e5, tpot_s=1e-3))
+    fixes = {fix.name: fix.basis for fix in told.fixes if fix.metric is Metric.CHATS}
+    assert "a request takes 1.08x [1.02, 1.23] as long" in fixes["pipeline parallel"]
+    assert "26.4 ms to 51.8 ms a token on 2 GPUs" in fixes["tensor parallel"]
+
+
+def test_replicas_are_judged_on_the_graph_engine_where_that_was_measured():
+    run = _two_gpus()
+    for id, rate, gpus in (("replica_alone", 9000, 1), ("replicas_together", 14_000, 2)):
+        figures = {"output_tokens_per_s": rate, "gpus": gpus, "batch_size": 16}
+        run["cells"].append(_cell(f"parallel.{id}", engine="replicas, graph", **figures))
+    scale = _part("tokens per second", 0.78, [0.77, 0.79])
+    run["claims"].append(_claim("parallel.replicas_scale", 0.78, [0.77, 0.79], engine="graph", parts=[scale]))
+    fix = _fix(diagnose(run), "replicas")
+    assert fix.gain.text == "1.56x [1.54, 1.58]"
+    assert "9,000 to 14,000 tok/s at the median on 2 GPUs, engine graph" in fix.basis
+
+
 def test_more_cards_are_not_named_where_one_tuned_replica_is_enough():
     run, targets = _two_gpus(), Targets(throughput_per_s=500)
     assert "replicas" in _names(diagnose(run, targets)), "rows that ran one after another are not sure to be enough"
@@ -648,15 +725,19 @@ def _leaves(value, path=()):
         yield path, value
 
 
-LEAVES = [(path, value) for path, value in _leaves(T4) if path[0] in ("cells", "machine", "rig", "roofline", "claims")]
+LEAVES = [
+    (card, [leaf for leaf in _leaves(card) if leaf[0][0] in ("cells", "machine", "rig", "roofline", "claims")])
+    for card in (T4, X2)
+]
 STRUCTURE = {"id", "station", "phase", "verdict", "device"}
 
 
 @few
 @given(st.data())
 def test_no_text_and_no_number_of_a_run_gets_through(data):
-    run = copy.deepcopy(T4)
-    for path, value in data.draw(st.lists(st.sampled_from(LEAVES), min_size=5, max_size=60)):
+    card, leaves = data.draw(st.sampled_from(LEAVES))
+    run = copy.deepcopy(card)
+    for path, value in data.draw(st.lists(st.sampled_from(leaves), min_size=5, max_size=60)):
         if path[-1] in STRUCTURE:
             continue
         node = run
@@ -692,7 +773,7 @@ def test_a_run_with_nothing_in_it_says_what_would_tell():
     assert told.fixes == ()
     assert [step.answer for step in told.path] == ["can't be told from this run"] * 4
     assert all(note.command.startswith("pytest ") for note in told.untold)
-    assert len(told.untold) == 4
+    assert [note.what for note in told.untold] == ["TTFT, TPOT, throughput", "what fits into memory"]
 
 
 def test_of_two_engines_each_keeps_its_own_claim():

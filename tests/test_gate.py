@@ -75,7 +75,7 @@ def test_a_run_is_no_worse_than_itself():
 @pytest.mark.parametrize(
     ("id", "group", "name", "tolerated", "loss", "gain"),
     [
-        ("batching.1.prefill", "device_s", "", 1.02, 1.05, 0.95),
+        ("batching.1.prefill", "device_s", "", 1.035, 1.05, 0.95),
         ("batching.1.decode", "device_s", "", 0.98, 1.05, 0.9),
         ("yardstick.prefill", "figures", "cpu_over_yardstick", 1.04, 1.10, 0.9),
         ("batching.1", "bytes", "peak", 1.009, 1.10, 0.9),
@@ -208,6 +208,76 @@ def test_every_figure_has_a_rule_and_every_rule_says_what_it_tolerates():
         assert rule.why in line
 
 
+# Several GPUs ---------------------------------------------------------------------------------------------------------
+
+TWO_GPUS = json.loads((baseline.CARDS / "nvidia-h200-x2.json").read_text(encoding="utf-8"))
+
+
+def _reds_of_two(change: Callable[[Run], object]) -> set[tuple[str, str]]:
+    return {(f.id, f.metric) for f in compare(changed(TWO_GPUS, change), TWO_GPUS) if f.red}
+
+
+def _figures_times(name: str, factor: float) -> Callable[[Run], object]:
+    def change(run: Run) -> None:
+        for cell in run["cells"]:
+            if name in cell["figures"]:
+                cell["figures"][name] *= factor
+
+    return change
+
+
+def test_a_run_over_two_gpus_is_no_worse_than_itself():
+    assert not _reds_of_two(lambda _: None)
+
+
+def test_a_loss_of_the_steps_that_gpus_share_and_of_what_they_exchange_is_red_in_each_cell():
+    ways = ("tensor_target", "tensor_wide", "pipeline")
+    steps = {(f"parallel.{way}_{side}", "figures.decode_device_s") for way in ways for side in ("one", "split")}
+    assert _reds_of_two(_figures_times("decode_device_s", 1.05)) == steps
+    assert not _reds_of_two(_figures_times("decode_device_s", 1.035))
+    exchanges = {(f"parallel.{way}_split", "figures.sync_device_s") for way in ("tensor_target", "tensor_wide")}
+    assert _reds_of_two(_figures_times("sync_device_s", 1.2)) == exchanges
+    assert not _reds_of_two(_figures_times("sync_device_s", 1.1))
+
+
+def test_a_decode_step_that_has_a_cell_of_its_own_is_gated_once():
+    beside = changed(RUN, lambda run: entry(run, "batching.1")["figures"].update(decode_device_s=0.003))
+    slower = changed(beside, _times("batching.1", "figures", "decode_device_s", 2))
+    assert not [f for f in compare(slower, beside) if f.red]
+
+
+def test_the_step_of_one_gpu_beside_several_is_held_to_the_noise_of_its_engines_decode_steps():
+    noisy = changed(TWO_GPUS, lambda run: run["noise_floor"].update(decode_device=0.2))
+    slower = changed(noisy, _figures_times("decode_device_s", 1.1))
+    assert {f.engine for f in compare(slower, noisy) if f.red} == {"tensor parallel", "pipeline"}
+
+
+@pytest.mark.parametrize(
+    ("id", "factor", "reds"),
+    [
+        ("parallel.tp_not_linear", 0.5, {"wall", "device", "wide, device"}),
+        ("parallel.tp_not_linear", 2, set()),
+        ("parallel.tp_pays_for_sync", 1.2, {"all-reduces per layer", "share of the step"}),
+        ("parallel.tp_memory", 1.025, {"held over predicted"}),
+        ("parallel.pp_same_latency", 1.3, {"wall", "device", "idle share at one request", "idle share left"}),
+        ("parallel.replicas_scale", 0.5, {"tokens per second"}),
+    ],
+)
+def test_what_gpus_gain_is_a_bar_although_the_limits_are_far_below_it(id, factor, reds):
+    def change(run: Run) -> None:
+        for part in entry(run, id)["parts"]:
+            part["interval"] = [factor * end for end in part["interval"]]
+
+    assert _reds_of_two(change) == {(id, what) for what in reds}
+
+
+def test_runs_over_another_number_of_gpus_are_not_compared_and_what_is_accepted_says_how_many():
+    accepted = baseline.kept(TWO_GPUS)
+    more = changed(accepted, lambda run: entry(run, "parallel.pipeline_split", "pipeline")["workload"].update(gpus=4))
+    (red,) = [f for f in compare(more, accepted) if f.red]
+    assert (red.id, red.metric, red.said) == ("parallel.pipeline_split", "workload", "gpus 4, in the baseline 2")
+
+
 # What is missing ------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +340,8 @@ def test_what_is_judged_on_neither_side_is_no_loss():
         ("prefix.prefill_1484", Word.INCONCLUSIVE, Word.HOLDS, Outcome.INCONCLUSIVE, True),
         ("prefix.prefill_1484", Word.HOLDS, Word.INCONCLUSIVE, Outcome.INCONCLUSIVE, True),
         ("prefix.prefill_1484", Word.NOT_JUDGED, Word.HOLDS, Outcome.CHANGED, False),
+        ("prefix.prefill_1484", Word.NOT_JUDGED, Word.INCONCLUSIVE, Outcome.CHANGED, False),
+        ("prefix.prefill_1484", Word.INCONCLUSIVE, Word.NOT_JUDGED, Outcome.CHANGED, False),
     ],
 )
 def test_a_changed_verdict_is_red_either_way_and_only_a_clock_excuses_an_undecided_one(id, now, before, outcome, timed):
@@ -379,21 +451,37 @@ def test_only_what_noise_may_have_made_is_measured_again():
 
 EVIL = Judgement(
     "a::b.json",
-    (Finding("x\x1b[2J<script>", "eager", "::error::y", Outcome.WORSE, "100% of\r\n::stop-commands::z ##[add-path]"),),
+    (
+        Finding("x\x1b[2J<script>", "eager", "::error::y", Outcome.WORSE, "100% of\r\n::stop-commands::z ##[add-path]"),
+        Finding("x", "eager", ":::error", Outcome.WORSE, "###[add-path]x ##vso[task.setvariable]"),
+    ),
 )
+COMMAND = re.compile(r"::|##\w*\[")
+"""What a runner takes for a command, wherever it stands in a line."""
 
 
 def test_annotations_are_one_escaped_line_for_each_red_finding():
-    (line,) = summary.github_errors(EVIL)
-    assert re.fullmatch(r"::error title=[^:,\n]*::[^\r\n\x1b]*", line)
-    assert "100%25 of" in line
+    lines = summary.github_errors(EVIL)
+    for line in lines:
+        assert re.fullmatch(r"::error title=[^:,\n]*::[^\r\n\x1b]*", line)
+        assert not COMMAND.search(line.split("::", 2)[2])
+    assert "100%25 of" in lines[0]
 
 
 def test_no_line_for_a_terminal_holds_a_command_of_a_runner_or_an_escape():
     for line in summary.lines(EVIL, "accept"):
         assert line.isprintable()
-        assert "::" not in line
-        assert "##[" not in line
+        assert not COMMAND.search(line)
+
+
+def test_no_message_of_a_failure_or_junit_case_holds_a_command_of_a_runner():
+    assert not [finding.line for finding in EVIL.findings if COMMAND.search(finding.line)]
+
+
+def test_every_rule_is_printed_whole():
+    assert [line[6:] for line in summary.lines(EVIL, "accept") if line.startswith("rule: ")] == summary.rules()
+    said = "\n".join(summary.rules())
+    assert not [(id, what) for id, what in CLAIMED if id not in said or what not in said]
 
 
 def test_markdown_shows_the_findings_and_nothing_else_of_them():

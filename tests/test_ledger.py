@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import counted, paired_ratio, unusable
-from benchmarks.ledger import SCHEMA_VERSION, Cell, Ledger, verdict_record, write_json
+from benchmarks.ledger import SCHEMA_VERSION, Cell, Ledger, NotWritten, verdict_record, write_json
 from benchmarks.verdicts import Setting, judge
 
 
@@ -84,6 +84,17 @@ def test_the_run_before_is_kept_beside_the_new_one(tmp_path: Path) -> None:
         ledger(tmp_path).cell(cell(figures={"run": figure}))
     assert read(tmp_path / "run.json")["cells"][0]["figures"] == {"run": 3.0}
     assert read(tmp_path / "run.previous.json")["cells"][0]["figures"] == {"run": 2.0}
+
+
+def test_an_earlier_run_that_cannot_be_kept_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "run.previous.json" / "full").mkdir(parents=True)
+    write_json(tmp_path / "run.json", {"earlier": True})
+    kept = ledger(tmp_path)
+    for _ in range(2):
+        with pytest.raises(NotWritten, match=r"^the report can't be written: .*run\.previous\.json.*another --report$"):
+            kept.cell(cell())
+    assert read(tmp_path / "run.json") == {"earlier": True}
+    assert kept.run["cells"]
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +188,14 @@ def test_every_null_of_a_cell_has_its_reason(tmp_path: Path) -> None:
     assert written["unavailable"]["host_bound"] == "the clock stood still"
 
 
+def test_half_a_character_costs_no_run(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"lone": "\ud800x"})
+    assert read(tmp_path / "run.json") == {"lone": "?x"}
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "run.json"
     write_json(path, {"whole": True})
-    with pytest.raises(UnicodeEncodeError):
-        write_json(path, {"lone": "\ud800"})
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write_json(path, {"whole": False})

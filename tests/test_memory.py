@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from benchmarks import memory
 from benchmarks.memory import OutOfMemory, attempt, fits, kv_cache_bytes, peak_extra_bytes, resident_bytes, tensor_bytes
@@ -94,9 +95,26 @@ def test_the_article_models_cache_takes_28_kib_a_token() -> None:
     assert kv_cache_bytes(qwen, tokens=1, dtype_bytes=2) == 28 * 1024
 
 
-def test_layers_that_forget_are_refused() -> None:
-    config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(ValueError, match="sliding_attention"):
+@pytest.mark.parametrize(
+    ("model_type", "fields", "other"),
+    [
+        ("gemma2", {}, "sliding_attention"),
+        ("mistral", {"sliding_window": 64}, "sliding_window"),  # says nothing of its layers' types
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("deepseek_v3", {}, "kv_lora_rank"),
+        ("falcon", {}, "multi_query"),
+        ("gpt_bigcode", {}, None),  # which says that it has one KV head
+    ],
+)
+def test_a_cache_that_is_not_keys_and_values_of_every_position_is_refused(
+    model_type: str, fields: dict[str, Any], other: str | None
+) -> None:
+    config = AutoConfig.for_model(model_type, **fields)
+    if other is None:
+        assert kv_cache_bytes(config, 1, 2) > 0
+        return
+    with pytest.raises(ValueError, match=other):
         kv_cache_bytes(config, 1, 2)
 
 

@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,21 @@ def test_each_process_holds_its_slices_and_what_stays_whole(pair: Team) -> None:
     )
 
 
+def test_random_weights_reach_every_process_through_a_folder_that_goes_with_them(
+    pair: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = replace(pair.rig, weights="random")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Team(rig, Loader(rig), 2) as at_random:
+        at_random.need(TENSOR_PARALLEL)
+        assert at_random.shares is not None
+        seen = parallel.memory_shows(at_random.shares, at_random.held_bytes[TENSOR_PARALLEL])["parallel.tp_memory"]
+        assert word("parallel.tp_memory", seen) is Word.HOLDS, seen
+        assert list(tmp_path.rglob("model.safetensors"))
+        at_random.need().close()
+        assert not list(tmp_path.iterdir()), "also where the parent is killed, and can't do it"
+
+
 def test_one_greedy_slice_among_honest_ones_is_seen() -> None:
     seen = parallel.memory_shows(Shares(1000, {"model.norm.weight": 20}), [1020, 1020, 1070])
     assert word("parallel.tp_memory", seen["parallel.tp_memory"]) is Word.REFUTED
@@ -94,7 +111,7 @@ def test_a_split_step_waits_for_all_twice_a_layer_and_once_for_the_embedding(pai
     assert parallel.beside(workers, WHOLE, PIPELINE, one_row)().split.clock_advanced
     assert parallel.beside(workers, WIDE, WIDE_TENSOR_PARALLEL, one_row)().split_step[1].all_reduces == 2 * 4 + 1
     shown = parallel.tensor_parallel_shows([one_round], [one_round], 2, 6)
-    assert shown["parallel.tp_pays_for_sync"]["all-reduces per layer"].value == 2
+    assert shown["parallel.tp_pays_for_sync"]["all-reduces per layer"].value == pytest.approx(13 / 6)
     assert (
         word("parallel.tp_pays_for_sync", shown["parallel.tp_pays_for_sync"]) is Word.INCONCLUSIVE
     )  # a CPU: no device time
@@ -121,18 +138,25 @@ def test_split_models_say_what_the_whole_one_says_until_they_lie(pair: Team) -> 
     honest = {name: matches(pair, name) for name in (TENSOR_PARALLEL, PIPELINE)}
     shown = parallel.same_tokens_show(*honest.values())["parallel.same_tokens"]
     assert word("parallel.same_tokens", shown) is Word.HOLDS, verdict("parallel.same_tokens", shown).line
-    for name in honest:
-        pair.need(name).call("lie", name)
+    assert [match.furthest.distance for match in honest[PIPELINE]] == [0, 0]
+    for name, lie in ((TENSOR_PARALLEL, "deaf"), (PIPELINE, "rounds"), (PIPELINE, "lost")):
+        pair.need(name).call("lie", name, lie)
         shown = parallel.same_tokens_show(*(honest | {name: matches(pair, name)}).values())["parallel.same_tokens"]
-        assert word("parallel.same_tokens", shown) is Word.REFUTED, name
+        assert word("parallel.same_tokens", shown) is Word.REFUTED, lie
 
 
-def test_after_a_failure_the_next_one_in_need_gets_new_workers(pair: Team) -> None:
-    old = pair.need()
-    with pytest.raises(WorkersFailed, match="worker 0 of 2: KeyError: 'no such model'"):
-        old.call("trace_step", "no such model", None, ranks=[0])
-    assert not old.alive and all(map(gone, old.pids))
-    assert pair.need().alive and pair.need() is not old
+def test_after_a_failure_the_next_one_in_need_gets_new_workers_at_the_same_port(
+    pair: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    with Team(pair.rig, Loader(pair.rig), 2) as again:
+        old = again.need()
+        with pytest.raises(WorkersFailed, match="worker 0 of 2: KeyError: 'no such model'"):
+            old.call("trace_step", "no such model", None, ranks=[0])
+        assert not old.alive and all(map(gone, old.pids))
+        assert again.need().alive and again.need() is not old
 
 
 # Workers end ----------------------------------------------------------------------------------------------------------
@@ -187,34 +211,37 @@ def test_ctrl_c_ends_them_all() -> None:
 
 
 KILLED = """
-import importlib.util, sys, time, types
+import importlib.util, pathlib, sys, time, types
 # The package without its own module, which would import torch here and in each worker: workers.py needs none.
 package = sys.modules["benchmarks.parallel"] = types.ModuleType("benchmarks.parallel")
 package.__path__ = importlib.util.find_spec("benchmarks").submodule_search_locations[0] + "/parallel",
 from benchmarks.parallel.workers import Workers
 from tests.unruly import Unruly
 if __name__ == "__main__":
-    workers = Workers(2, Unruly, 60)  # kept: without it they would end anyway
+    # Kept: without it they would end anyway.
+    workers = Workers(2, Unruly, 60, leftover=pathlib.Path(sys.argv[1]))
     print(*workers.pids, flush=True)
     time.sleep(60)
 """
 
 
-def test_they_end_by_themselves_when_the_parent_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
+def test_they_end_by_themselves_when_the_parent_is_killed_and_leave_nothing_behind(tmp_path: Path) -> None:
+    script, leftover = tmp_path / "killed.py", tmp_path / "leftover"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("3 GB of them")
     script.write_text(KILLED)
     root = str(Path(__file__).parents[1])
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), str(leftover)]
     parent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE, text=True)
     with parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and not any(map(gone, pids))
+        assert len(pids) == 2 and not any(map(gone, pids)) and leftover.exists()
         parent.kill()
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert all(map(gone, pids))
+    assert all(map(gone, pids)) and not leftover.exists()
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -284,6 +311,15 @@ def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking(shape(12, 2), None, ["T4", "T4"]) == {}
 
 
+@pytest.mark.parametrize("named", ["", "abc", "22.5", "99999", "-1", "1" * 50, "\u00b2\u00b2", "1\x1b[2J"])
+def test_a_port_that_is_none_is_one_line(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", named)
+    with pytest.raises(RigError, match=r"^MASTER_PORT '.{0,24}' is no port from 1 to 65535: unset it") as error:
+        lacking(shape(12, 2), None, ["T4", "T4"])
+    assert str(error.value).isprintable()
+    assert lacking(shape(12, 2), None, ["T4"])["gpus2"].startswith("one GPU"), "nobody meets anywhere"
+
+
 def test_the_wide_shape_is_the_widest_that_fits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "WIDE_SHAPES", WIDE_SHAPES)  # which the workers' fixture changes
     widths = [widest(gib << 30, 2)["hidden_size"] for gib in (140, 40, 10)]
@@ -337,6 +373,7 @@ TP_LIARS: list[tuple[str, list[parallel.Beside], list[parallel.Beside]]] = [
     ("parallel.tp_not_linear", HONEST_PAIR, LINEAR),
     ("parallel.tp_pays_for_sync", rounds_of(0.022, 0.0018, 0.00001), HONEST_PAIR),
     ("parallel.tp_pays_for_sync", rounds_of(0.022, 0.0018, 0.0004, all_reduces=28), HONEST_PAIR),
+    ("parallel.tp_pays_for_sync", rounds_of(0.022, 0.0018, 0.0004, all_reduces=83), HONEST_PAIR),
 ]
 
 
@@ -441,6 +478,7 @@ def test_cells_say_what_was_measured_and_on_how_many_gpus() -> None:
     assert (split.engine, split.workload["gpus"], split.bytes) == (TENSOR_PARALLEL, 2, {"weights_per_gpu": 5.0})
     assert split.figures["sync_device_s"] == 0.0004 and split.figures["decode_device_s"] == pytest.approx(0.0022)
     flown = parallel.flight_cells(512, "fp16", flights(0.5, 0.12), 2)
+    assert [c.workload["name"] for c in flown] == ["1 prefill", "2 prefills", "8 prefills"]
     assert [c.figures["idle_share"] for c in flown] == pytest.approx([0.5, 1 / 3, 0.12])
     made = parallel.replica_cells(replicas(), workload, workload, "fp16", "graph")
     assert [c.workload["gpus"] for c in made] == [1, 2, 2] and {c.engine for c in made} == {"replicas, graph"}

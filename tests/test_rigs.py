@@ -19,8 +19,9 @@ from benchmarks import machine, rigs
 from benchmarks.claims import CLAIMS
 from benchmarks.estimates import unusable
 from benchmarks.phases import EagerEngine, Prompt, logit_error, reference
-from benchmarks.rigs import NIMBUS, RIGS, Loader, Rig, RigError, Source, choose, random_model
+from benchmarks.rigs import NIMBUS, RIGS, Loader, Rig, RigError, Source, choose, first_line, random_model
 from benchmarks.session import Options, Session
+from benchmarks.workloads import SUFFIXES
 
 ROOT = Path(__file__).parents[1]
 TINY = {
@@ -125,10 +126,54 @@ def test_a_t4s_long_rounds_are_as_many_as_an_interval_needs_unless_a_budget_is_g
     assert len(found.rounds) == least
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rig": ""}, "--rig is empty"),
+        ({"target": " "}, "--target is empty"),
+        ({"target": "a/b", "draft": ""}, "--draft is empty"),
+        ({"suffixes": (SUFFIXES[0],)}, "--suffix 'How do I reset my password.' is asked already"),
+        ({"suffixes": (f" {SUFFIXES[1]}",)}, "asked already"),
+        ({"suffixes": ("Why?", "How?", "Why?")}, "--suffix 'Why.' is asked already"),
+    ],
+)
+def test_an_option_that_says_nothing_or_the_same_again_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RigError, match=words):
+        Options(**options)
+
+
+def test_graphs_alone_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    session = Session(Options(engine="graph", report=tmp_path), "cpu")
+    with pytest.raises(RigError, match=r"--engine graph: no CUDA.*give eager"):
+        session.open()
+
+
 def test_bfloat16_is_refused_where_a_card_only_emulates_it(t4: machine.Card, tmp_path: Path) -> None:
     session = Session(Options(weights="random", dtype="bfloat16", report=tmp_path), "cuda")
     with pytest.raises(RigError, match=r"bfloat16.*7\.5.*float16 or float32"):
         session.open()
+
+
+def test_a_known_model_that_the_user_names_keeps_its_revision_and_its_architecture(no_hub: None) -> None:
+    target, draft = RIGS["qwen2.5"]
+    assert draft is not None
+    named = {"target": target.name, "draft": draft.name}
+    rig = chosen(**named)
+    assert (rig.target, rig.draft) == (target, draft)
+    with pytest.raises(RigError, match="--weights random"):
+        Loader(rig).check()
+    Loader(chosen(**named, weights="random")).check()
+
+
+def test_a_folder_with_the_name_of_a_known_model_is_only_what_the_user_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
+) -> None:
+    name = RIGS["qwen2.5"][0].name
+    (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert chosen(target=name).target == Source(name)
+    with pytest.raises(RigError, match="not cached"):  # and no rig's own
+        Loader(chosen(rig="qwen2.5")).check()
 
 
 @pytest.fixture
@@ -238,8 +283,100 @@ def test_a_shard_that_is_missing_makes_a_snapshot_partial(saved: Path, tmp_path:
     shutil.copytree(saved, folder)
     assert rigs._is_whole(folder)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert not rigs._is_whole(folder)
+    for text in (json.dumps(index), "{broken", "[]", "[" * 100_000, '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        assert not rigs._is_whole(folder)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", f"some/{'x' * 5000}", "x" * 5000])
+def test_a_name_that_no_file_system_takes_is_one_that_nothing_has(name: str, no_hub: None) -> None:
+    with pytest.raises(RigError, match="neither a folder nor a hub id"):
+        Loader(chosen(target=name)).check()
+
+
+# What is not what it should be ----------------------------------------------------------------------------------------
+
+
+def folder_of(path: Path, **config: Any) -> Path:
+    """A model without weights: its config and nimbus' tokenizer."""
+    path.mkdir()
+    AutoTokenizer.from_pretrained(NIMBUS / "target").save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("where", ["config", "model", "random model"])
+def test_a_models_own_code_is_not_run_whoever_agrees_to_it(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = {"auto_map": {name: "own.Own" for name in ("AutoConfig", "AutoModelForCausalLM")}}
+    folder = folder_of(tmp_path / "own", model_type="strange" if where == "config" else "t5", **own)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    rig = chosen(target=str(folder), weights="random" if where == "random model" else "trained")
+    loader = Loader(rig)
+    with pytest.raises(ValueError if where == "random model" else RigError) as refused:
+        loader.config(rig.target) if where == "config" else loader.model(rig.target)
+    assert not (tmp_path / "ran").exists()
+    assert "brings its own code, which this suite doesn't run" in first_line(refused.value)
+
+
+@pytest.mark.parametrize("weights", ["trained", "random"])
+@pytest.mark.parametrize("option", ["--target", "--draft"])
+def test_what_is_no_causal_language_model_is_refused_before_it_is_loaded(
+    option: str, weights: str, tmp_path: Path
+) -> None:
+    other = str(folder_of(tmp_path / "t5", model_type="t5", vocab_size=2048))
+    named = {"target": other} if option == "--target" else {"target": RIGS["nimbus"][0].name, "draft": other}
+    with pytest.raises(RigError, match=rf"no causal language model \(t5\); give another {option}"):
+        Loader(chosen(**named, weights=weights)).check()
+
+
+def test_what_went_wrong_is_one_short_line() -> None:
+    assert first_line(ValueError("no such thing\nTraceback ...")) == "no such thing"
+    assert first_line(ValueError("these differ:\n  a, b\n  c")) == "these differ: a, b"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("x" * 1000))) == 200
+
+
+def test_a_file_that_is_cut_off_names_the_way_out(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    rig = chosen(target=str(tmp_path / "cut"))
+    with pytest.raises(RigError, match=r"can't be loaded.*whole, or add --weights random"):
+        Loader(rig).model(rig.target)
+
+
+def test_too_little_memory_for_a_model_is_no_fault_of_its_files(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Loader(chosen(target=str(saved))).model(Source(str(saved)))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bert"])
+def test_a_model_without_a_kv_cache_is_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
+    shape = {"vocab_size": 2048, "hidden_size": 16, "intermediate_size": 16, "state_size": 4}
+    few = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    folder = folder_of(tmp_path / "own", model_type=model_type, **shape, **few)
+    session = Session(Options(target=str(folder), weights="random", report=tmp_path / "reports"), "cpu")
+    with pytest.raises(RigError, match=r"/own keeps no KV cache .*: give another --target$"):
+        session.load("target")
+
+
+def test_weights_that_are_no_numbers_are_found_though_they_are_not_those_of_the_first_tokens(tmp_path: Path) -> None:
+    model = random_model(config_of(TINY | {"tie_word_embeddings": False}), torch.float32, "cpu")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[200:] = float("nan")
+    model.save_pretrained(tmp_path / "own")
+    AutoTokenizer.from_pretrained(NIMBUS / "target").save_pretrained(tmp_path / "own")
+    session = Session(Options(target=str(tmp_path / "own"), report=tmp_path / "reports"), "cpu")
+    with pytest.raises(RigError, match="logits that are not numbers"):
+        session.load("target")
 
 
 # What random weights are worth ----------------------------------------------------------------------------------------

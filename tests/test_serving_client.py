@@ -176,7 +176,7 @@ def test_counts_that_a_server_does_not_tell_stay_unknown() -> None:
     with fake(usage=False) as server:
         answer = asked(server.url)
     assert answer.ok
-    assert answer.output_tokens is answer.tpot_s is answer.cached_tokens is None
+    assert answer.output_tokens is answer.tpot_s is None
     assert answer.shortfall == "the server tells no token counts"
 
 
@@ -280,6 +280,8 @@ def test_a_server_that_answers_nothing_of_ours_is_one_line() -> None:
         ("http://user:pass@host/v1", "--endpoint-key-env"),
         ("http://host/v1?key=1", "without ?"),
         ("http://host\x1b/v1", "no address"),
+        ("https://a..b/v1", "no address"),
+        (f"https://{'x' * 64}.org/v1", "no address"),
     ],
 )
 def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:

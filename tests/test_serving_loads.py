@@ -287,8 +287,12 @@ def with_one(**changes: object) -> Stretch:
         (replace(GOOD, client_cpu_s=0.99 * GOOD.wall_s), "the client, not the server"),
         (replace(GOOD, answers=tuple(replace(a, text="the same answer") for a in GOOD.answers)), "cached or made up"),
         (
-            replace(GOOD, answers=tuple(replace(a, due_s=i, submit_s=i + 0.9) for i, a in enumerate(GOOD.answers))),
+            replace(GOOD, answers=tuple(replace(a, submit_s=0.9, due_s=0.0) for a in GOOD.answers), gap_s=1.0),
             "900 ms late",
+        ),
+        (
+            replace(GOOD, answers=tuple(replace(a, submit_s=0.05) for a in GOOD.answers), gap_s=0.0),
+            "50 ms late",
         ),
     ],
 )
@@ -352,6 +356,12 @@ def test_every_ask_is_answered_once_and_in_order() -> None:
         assert [a.ask for a in stretch.answers] == ASKS
         assert stretch.unsent == 0
         assert stretch.output_tokens == sum(a.output_len for a in ASKS)
+
+
+def test_only_arrivals_have_a_gap_that_a_client_can_miss() -> None:
+    assert asyncio.run(arriving(_echo, ASKS, poisson(500, 9, 1))).gap_s == pytest.approx(1 / 500, rel=0.5)
+    assert asyncio.run(arriving(_echo, ASKS, [0.0] * 9)).gap_s == 0
+    assert asyncio.run(closed(_echo, ASKS, 3)).gap_s is None
 
 
 def test_a_group_begins_when_the_one_before_is_done() -> None:

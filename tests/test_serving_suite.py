@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 import benchmarks.serving
 import benchmarks.serving.client
 import benchmarks.serving.loads
-from benchmarks.rigs import NIMBUS, Loader, Rig, Source, choose
+from benchmarks.rigs import NIMBUS, Loader, Rig, RigError, Source, choose
 from benchmarks.serving import Broken, NotServed, Server, measures
 from benchmarks.serving.answers import Ask
 from benchmarks.serving.client import Client, Endpoint
@@ -74,7 +74,7 @@ def plan(**given: Any) -> Plan | None:
         ({"serve": "vllm", "endpoint": "http://127.0.0.1:9/v1"}, "contradict"),
         ({"model": "x"}, "--endpoint-model goes with --endpoint"),
         ({"key_env": "A_KEY"}, "--endpoint-key-env goes with --endpoint"),
-        ({"endpoint": "https://h/v1", "key_env": "NO_SUCH"}, "no such variable in the environment; export it"),
+        ({"endpoint": "https://h/v1", "key_env": "NO_SUCH"}, "names no variable of the environment"),
         ({"endpoint": "http://example.org/v1", "key_env": "A_KEY"}, "readable over http"),
         ({"endpoint": "nowhere"}, "no address; give one such as"),
     ],
@@ -135,6 +135,19 @@ def test_an_endpoint_is_judged_under_its_own_name_and_its_key_is_nowhere(
     assert server.seen_headers[-1]["authorization"] == "Bearer sk-secret-99"
     kept = "".join(p.read_text() for p in ran.report.iterdir() if p.is_file())
     assert "sk-secret-99" not in kept + ran.said
+
+
+def test_an_endpoint_alone_needs_no_models_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here(self: Loader) -> None:
+        raise RigError("the models are not here")
+
+    monkeypatch.setattr(Loader, "check", none_here)
+    with fake() as server:
+        alone = asked(server, tmp_path / "alone", "users_row and 1", "--rig", "qwen2.5")
+        beside = pytest_here(tmp_path / "beside", MYTHS, "--endpoint", server.url)
+    assert alone.code == pytest.ExitCode.OK, alone.out
+    assert beside.code == pytest.ExitCode.USAGE_ERROR
+    assert "the models are not here" in beside.error
 
 
 @pytest.mark.parametrize(
@@ -271,14 +284,16 @@ def test_the_same_tokens_are_told_from_a_crowds_own(text: Any, dtype: str | None
 
 
 def test_the_queue_that_a_server_reports_stands_beside_the_ttft() -> None:
-    counters = "vllm:request_queue_time_seconds_sum {0}\nvllm:request_queue_time_seconds_count {0}\n"
+    counters = "vllm:request_queue_time_seconds_sum {:g}\nvllm:request_queue_time_seconds_count {}\n"
     with (
-        fake(seats=2, step_s=0.001, metrics=lambda f: counters.format(len(f.asked) / 100)) as server,
+        fake(seats=2, step_s=0.002, metrics=lambda f: counters.format(0.004 * len(f.asked), len(f.asked))) as server,
         opened(server, seats=2) as one,
     ):
-        cell = measures.queue_cell(one)
-    assert cell.figures["queue_s"] == pytest.approx(1.0)
-    assert cell.figures["mean_ttft_s"] == pytest.approx(cell.figures["ttft_less_queue_s"] + 1.0)
+        figures = measures.queue_cell(one).figures
+    assert figures["queue_s"] == pytest.approx(0.004)
+    assert figures["mean_ttft_s"] >= 16 * 0.002 / 2  # two of four wait for a whole answer
+    assert figures["ttft_less_queue_s"] == pytest.approx(figures["mean_ttft_s"] - 0.004)
+    assert 0.002 <= figures["mean_tpot_s"] < figures["mean_ttft_s"]
 
 
 def test_the_sweep_goes_into_cells() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import io
 import json
+import os
 import shutil
 import signal
+import weakref
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +20,15 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from pytest_benchmark.logger import PytestBenchmarkWarning
 from transformers import AutoConfig, AutoTokenizer
 
 import benchmarks.batching
 import benchmarks.calibration
 import benchmarks.prefix
 import benchmarks.rigs
-from benchmarks.phases import Request
+import benchmarks.speculation
+from benchmarks.phases import EagerEngine, Prompt, Request
 from benchmarks.rigs import NIMBUS, Loader, random_model
 from benchmarks.timing import Clock
 
@@ -134,6 +139,9 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--new-tokens 1", ["8 or more"]),
         ("--budget 0", ["above 0"]),
         ("--budget nan", ["above 0"]),
+        ("--budget soon", ["--budget soon", "a number"]),
+        ("--new-tokens 8.5", ["--new-tokens 8.5", "a whole number"]),
+        ("--benchmark-json /nowhere/b.json", ["--benchmark-json /nowhere/b.json", "make it or name another"]),
         ("--target ./nowhere", ["neither a folder nor a hub id"]),
         ("--target /nowhere/at/all", ["neither a folder nor a hub id"]),
         ("--target no^such/name", ["neither a folder nor a hub id"]),
@@ -180,6 +188,12 @@ def test_help_shows_every_option_under_one_heading(report: Path) -> None:
     for name in names.split():
         assert f"--{name}" in section
         assert ran.said.count(f"\n  --{name}") == 1
+
+
+def test_help_needs_no_cuda(report: Path) -> None:
+    ran = pytest_here(report, "-m", "gpu", "--help", MYTHS)
+    assert ran.code == pytest.ExitCode.OK
+    assert "--rig" in ran.said
 
 
 def test_collecting_loads_nothing(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +357,43 @@ def test_only_benchmarks_means_no_claims(timed: Ran) -> None:
     assert {claim["verdict"] for claim in timed.run["claims"]} == {"NOT JUDGED"}
 
 
+ONE_WORD = (MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word")
+
+
+def test_nothing_to_save_is_no_reason_to_fail(report: Path) -> None:
+    with pytest.warns(PytestBenchmarkWarning, match="Not saving anything"):
+        ran = pytest_here(report, *ONE_WORD, f"--benchmark-json={report.parent}/b.json")
+    assert ran.code == pytest.ExitCode.OK
+    assert " the card " in ran.said
+
+
+def test_the_report_stands_before_files_of_others_fail(report: Path) -> None:
+    class Fails:
+        @pytest.hookimpl(wrapper=True)
+        def pytest_sessionfinish(self) -> Iterator[None]:
+            raise ZeroDivisionError
+            yield
+
+    with pytest.raises(ZeroDivisionError):
+        pytest_here(report, *ONE_WORD, plugins=[Fails()])
+    assert "1 of 1 claims" in (report / "card.md").read_text(encoding="utf-8")
+    assert "machine_after" in json.loads((report / "run.json").read_text(encoding="utf-8"))
+
+
+def test_a_run_is_compared_with_an_earlier_one_of_the_same_machine(timed: Ran, report: Path) -> None:
+    store = f"--benchmark-storage={timed.report.parent}/store"
+    ran = pytest_here(report, *ONE_WORD, "--benchmark-compare", store)
+    assert ran.code == pytest.ExitCode.OK
+    assert "Comparing against benchmarks from: " in ran.said
+
+
+def test_nothing_to_compare_with_is_no_reason_to_fail(report: Path) -> None:
+    with pytest.warns(PytestBenchmarkWarning, match="Can't compare"):
+        ran = pytest_here(report, *ONE_WORD, "--benchmark-compare", f"--benchmark-storage={report.parent}/store")
+    assert ran.code == pytest.ExitCode.OK
+    assert " the card " in ran.said
+
+
 def test_rows_are_measured_with_benchmarks_disabled_too(report: Path) -> None:
     names = "batching_row and 1 or the_answer_is_the_same"
     myths = [MYTHS / "test_batching.py", MYTHS / "test_prefix_reuse.py"]
@@ -370,6 +421,55 @@ def test_a_cell_out_of_memory_is_recorded_and_the_rest_goes_on(report: Path, mon
     assert cells["batching.2"]["note"] == "out of memory"
     assert cells["batching.2"]["wall_s"] is None
     assert cells["batching.1"]["wall_s"]
+
+
+def test_what_is_out_of_memory_is_one_line_wherever_it_happens_and_the_rest_goes_on(
+    report: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fixtures and in tests, of rows and of claims, by the allocators of both devices."""
+    prefill, model = EagerEngine.prefill, Loader.model
+    left: list[weakref.ref[torch.Tensor]] = []
+    still_held: list[int] = []
+
+    def prefill_short(self: EagerEngine, prompt: Prompt, cache: Any = None) -> Any:
+        if prompt.ids.numel() < 100:
+            return prefill(self, prompt, cache)
+        still_held.extend(n for n, gone in enumerate(left) if gone() is not None)
+        activations = torch.empty(1)
+        left.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+    def no_nf4(self: Loader, source: Any, precision: str | None = None) -> Any:
+        if precision == "nf4":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes.")
+        return model(self, source, precision)
+
+    def no_output(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(EagerEngine, "prefill", prefill_short)
+    monkeypatch.setattr(Loader, "model", no_nf4)
+    monkeypatch.setattr(benchmarks.speculation.Loop, "alone", no_output)
+    myths = [MYTHS / f"test_{name}.py" for name in ("prefix_reuse", "quantization", "speculative_decoding")]
+    names = "prefix_row or the_same or nf4 or speculation_row or verify_row or changed_word"
+    ran = pytest_here(report, *myths, "-k", names, *SHORT)
+    assert ran.code == pytest.ExitCode.TESTS_FAILED
+    cells = {cell["id"]: cell for cell in ran.run["cells"]}
+    rows = {f"prefix.{n}.{side}" for n in (0, 1) for side in ("full", "cached")}
+    rows |= {"quant.nf4", "speculation.alone", "speculation.with_draft"}
+    assert set(cells) == rows | {"speculation.verify.16"}
+    for cell in cells.values():
+        assert (cell["wall_s"], cell["note"]) == (None, "out of memory")
+        assert cell["phase"] == ("verify" if "verify" in cell["id"] else "row")
+    words = {claim["id"]: (claim["verdict"], claim["reason"]) for claim in ran.run["claims"]}
+    assert words["prefix.same_answer"] == ("INCONCLUSIVE", "out of memory")
+    assert words["quant.quality_not_binary"] == ("INCONCLUSIVE", "out of memory")
+    assert words["prefix.one_word"][0] == "HOLDS"
+    for line in ("Traceback", "GPU 0", "During handling", "DefaultCPUAllocator"):
+        assert line not in ran.said
+    assert sum(line.startswith("INCONCLUSIVE prefix.same_answer: ") for line in ran.said.splitlines()) == 1
+    assert left
+    assert still_held == []
 
 
 # Models that can't be had or can't be trusted -----------------------------------------------------------------------
@@ -591,7 +691,28 @@ def test_an_interrupted_run_says_so_and_ends_with_its_card(killed: Ran, interrup
     assert "KeyboardInterrupt" in interrupted.said
     assert "machine_after" in interrupted.run
     assert "machine_after" not in killed.run
-    assert (interrupted.report / "card.md").is_file()
+    for said in (interrupted.said, (interrupted.report / "card.md").read_text(encoding="utf-8")):
+        assert "a run that was cut short" in said
+
+
+@pytest.mark.parametrize("part", ["run.json", "card.md"])
+def test_a_disk_that_fills_up_is_one_line_below_the_card(
+    part: str, report: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(
+        {"run.json": "benchmarks.ledger.write_text", "card.md": "benchmarks.report.write_text"}[part], full
+    )
+    ran = pytest_here(report, MYTHS / "test_prefix_reuse.py", "-k", "one_changed_word or timestamp")
+    assert ran.code == {"run.json": pytest.ExitCode.USAGE_ERROR, "card.md": pytest.ExitCode.TESTS_FAILED}[part]
+    assert "Traceback" not in ran.said
+    assert "no page: " in ran.said
+    assert "No space left on device" in ran.said
+    card = ran.said.split(" the card ")[1]
+    assert "one_word" in card
+    assert ("timestamp_first" in card) == (part == "card.md"), "without a place to keep figures none are measured"
 
 
 def test_a_page_that_cannot_be_drawn_costs_nothing_else(report: Path) -> None:

@@ -16,7 +16,7 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,17 @@ def diagnose(run: Mapping[str, Any], targets: Targets = NO_TARGETS) -> Diagnosis
     return Diagnosis(
         tuple(finding.step for finding in found),
         ranked(fixes.values()),
-        tuple(dict.fromkeys(note for finding in told for note in finding.untold)),
+        _merged(note for finding in told for note in finding.untold),
         _bigger_gpu(seen, targets, found),
     )
+
+
+def _merged(notes: Iterable[Untold]) -> tuple[Untold, ...]:
+    """Each once; what is unknown for one reason, and told by one command, in one note."""
+    whats: dict[tuple[str, str], dict[str, None]] = {}
+    for note in notes:
+        whats.setdefault((note.why, note.command), {})[note.what] = None
+    return tuple(Untold(", ".join(what), *known) for known, what in whats.items())
 
 
 # New hardware ---------------------------------------------------------------------------------------------------------
@@ -163,7 +171,10 @@ def _decode_share(seen: Evidence) -> float | None:
     """Share of a stock decode step in which the device works; 1 where the CPU is the device."""
     if seen.on_cpu:
         return 1.0
-    return next((row.decode.device_share for row in seen.batches(seen.engine) if row.decode), None)
+    rows = seen.batches(seen.engine)
+    if not rows and (one := seen.request("parallel.tensor_target_one")):
+        rows = [one[0]]  # what the GPUs together were compared with: one of them, at batch 1
+    return next((row.decode.device_share for row in rows if row.decode), None)
 
 
 # As text ------------------------------------------------------------------------------------------------------------

@@ -306,6 +306,21 @@ class Evidence:
         cell = next((cell for engine, cell in named.items() if engine in engines or not engines), None)
         return (self._request(cell), positive(cell["workload"].get("gpus")) or 1.0) if cell else None
 
+    @cached_property
+    def several_gpus(self) -> bool:
+        """Whether the run measured what more GPUs do."""
+        return any(id.startswith("parallel.") for id, _ in self._cells)
+
+    @cached_property
+    def idle_shares(self) -> list[tuple[int, float]]:
+        """(prefills in flight through a pipeline, share of the time for which its GPUs idled), fewest in flight first."""
+        found = []
+        for (id, _), cell in self._cells.items():
+            in_flight, share = positive(cell["workload"].get("batch_size")), positive(cell["figures"].get("idle_share"))
+            if id.startswith("parallel.in_flight_") and in_flight and share:
+                found.append((round(min(in_flight, 1e9)), share))
+        return sorted(found)
+
     def reason(self, id: str, engine: str | None = None) -> str:
         """What a claim's record says beside its figures; "" where it says nothing."""
         return plain(self._claims.get((id, engine or self.engine), {}).get("reason") or "", 120)

@@ -97,9 +97,10 @@ def ranked(fixes: Iterable[Fix]) -> tuple[Fix, ...]:
     return tuple(sorted(fixes, key=lambda fix: (fix.stage, -fix.gain.value)))
 
 
-def suite(seen: Evidence, myth: str, *options: str) -> str:
-    """The command that measures a station on a machine like the run's."""
-    words = ["pytest", f"myths/test_{myth}.py", *(() if seen.on_cpu else ("-m gpu",)), *options]
+def suite(seen: Evidence, myth: str, *options: str, beside: Sequence[str] = ()) -> str:
+    """The command that measures a station, and those `beside` it, on a machine like the run's."""
+    stations = (f"myths/test_{name}.py" for name in (myth, *beside))
+    words = ["pytest", *stations, *(() if seen.on_cpu else ("-m gpu",)), *options]
     return " ".join([*words, *(() if seen.trained else ("--weights random",))])
 
 

@@ -31,7 +31,7 @@ from benchmarks.diagnose.fixes import (
     stops_being_cheap,
     suite,
 )
-from benchmarks.diagnose.scale_out import replicas, served, split_weights, tensor_parallel
+from benchmarks.diagnose.scale_out import beside, pipeline, replicas, served, split_weights, tensor_parallel, untuned
 from benchmarks.diagnose.smaller_models import quantization, quantized_speed, speculation
 from benchmarks.ledger import HOST_BOUND
 from benchmarks.tables import plain
@@ -101,9 +101,12 @@ class Finding:
     wanted: str = ""
 
     @staticmethod
-    def unknown(question: str, metric: Metric, asked: bool, what: str, why: str, command: str) -> Finding:
-        """The run lacks the very figure."""
-        return Finding(question, why, metric, untold=(Untold(what, why, command),), asked=asked, known=False)
+    def unknown(
+        question: str, metric: Metric, asked: bool, note: Untold, measured: str = "", more: Sequence[Untold] = ()
+    ) -> Finding:
+        """The run lacks the very figure, as `note` says. `measured`: what it has all the same."""
+        evidence = "; ".join(part for part in (note.why, measured) if part)
+        return Finding(question, evidence, metric, untold=(note, *more), asked=asked, known=False)
 
     @property
     def step(self) -> Step:
@@ -175,8 +178,7 @@ def ttft(seen: Evidence, targets: Targets) -> Finding:
     full = [pair[0] for pair in seen.prefix_pairs]
     row = max(full, key=lambda r: r.prefill.wall_s if r.prefill else 0.0, default=short)
     if row is None or row.prefill is None:
-        asked, command = targets.ttft_s is not None, suite(seen, "batching")
-        return Finding.unknown("TTFT high?", Metric.TTFT, asked, "TTFT", "no request of this run has one", command)
+        return Finding.unknown("TTFT high?", Metric.TTFT, targets.ttft_s is not None, _no_table(seen, "TTFT"))
     said = [f"{ms(row.prefill.wall_s)} for a prompt of {_len(row)}"]
     if row is not short and short and short.prefill:
         said.append(f"{ms(short.prefill.wall_s)} for one of {_len(short)}")
@@ -196,6 +198,12 @@ def ttft(seen: Evidence, targets: Targets) -> Finding:
     return _bounded(seen, finding, row.prefill, [row.prefill, *cached])
 
 
+def _no_table(seen: Evidence, what: str) -> Untold:
+    """No row of the batching table has it, or there are none: only there is one GPU measured as it comes and tuned."""
+    why = "no row of the run's table has one" if seen.batches(seen.engine) else "the run has no batching table"
+    return Untold(what, why, suite(seen, "batching", beside=beside(seen)))
+
+
 def _len(row: Request) -> str:
     length = row.prompt_len or row.prefix_len
     if length is None:
@@ -210,9 +218,10 @@ def tpot(seen: Evidence, targets: Targets) -> Finding:
     """Judged at the smallest batch, where a user's tokens come fastest."""
     rows = [row for row in seen.batches(seen.engine) if row.decode]
     base = rows[0] if rows else seen.precision(None)
+    split, over_gpus = tensor_parallel(seen)
     if base is None or base.decode is None:
-        asked, command = targets.tpot_s is not None, suite(seen, "batching")
-        return Finding.unknown("TPOT high?", Metric.TPOT, asked, "TPOT", "no request of this run has one", command)
+        asked, note = targets.tpot_s is not None, _no_table(seen, "TPOT")
+        return Finding.unknown("TPOT high?", Metric.TPOT, asked, note, over_gpus, untuned(seen, over_gpus))
     decode, grown = base.decode, None
     said = [f"{ms(decode.wall_s)} a token at batch {base.batch_size}"]
     notes: list[Fix | Untold | None] = []
@@ -236,13 +245,14 @@ def tpot(seen: Evidence, targets: Targets) -> Finding:
     slower = [f"{times(1 / g.value)} as long in {name}" for name, g in quantized_speed(seen).items() if g.value < 1]
     said += [remark] if remark else []
     said += [f"a token takes {', '.join(slower)}"] if slower else []
+    said += [over_gpus] if over_gpus and split is None else []
     fixes: list[Fix | Untold | None] = [
         graph_engine(seen),
         draft,
         *quantization(seen, for_speed=True),
-        tensor_parallel(seen),
+        split,
     ]
-    fixes += [*served(seen, Metric.PAUSE), *notes]
+    fixes += [*served(seen, Metric.PAUSE), *notes, *untuned(seen, over_gpus)]
     finding = _finding("TPOT high?", said, Metric.TPOT, fixes, decode.wall_s, targets.tpot_s, ms)
     finding = _bounded(seen, finding, decode, _steps(seen, base))
     if finding.ceiling and isinstance(draft, Fix):
@@ -271,10 +281,11 @@ def throughput(seen: Evidence, targets: Targets, first: Finding, each: Finding) 
     `first` and `each` are what became of TTFT and TPOT: their targets and fixes bound the batch.
     """
     stock = seen.batches(seen.engine)
+    copied, by_copies = replicas(seen)
     if not stock or stock[0].tokens_per_s is None:
-        asked, command = targets.throughput_per_s is not None, suite(seen, "batching")
-        why = "the run has no batching table"
-        return Finding.unknown("Throughput low?", Metric.THROUGHPUT, asked, "throughput", why, command)
+        asked, note = targets.throughput_per_s is not None, _no_table(seen, "throughput")
+        more = untuned(seen, by_copies)
+        return Finding.unknown("Throughput low?", Metric.THROUGHPUT, asked, note, by_copies, more)
     base, now, graph = stock[0], stock[0].tokens_per_s, graph_throughput(seen)
     faster = same_batch(seen, base) if graph else None
     engine = faster.engine if faster else seen.engine
@@ -285,8 +296,9 @@ def throughput(seen: Evidence, targets: Targets, first: Finding, each: Finding) 
         said.append(f"{_rates(every)} on engine {plain(engine, 40)}")
     if len(tables[0]) < len(every):
         said.append(f"the other targets and the memory leave {len(tables[0])} of {len(every)} measured batch sizes")
+    said += [by_copies] if by_copies and copied is None else []
     batch = batching(seen, tables)
-    fixes: list[Fix | Untold | None] = [graph, batch, replicas(seen), *served(seen, Metric.THROUGHPUT)]
+    fixes: list[Fix | Untold | None] = [graph, batch, copied, *served(seen, Metric.THROUGHPUT)]
     rising = _rising(every, curve) if len(tables[0]) == len(every) else ""
     if rising:
         last = max(row.batch_size for row in (*every, *curve))
@@ -378,11 +390,14 @@ def memory(seen: Evidence, targets: Targets) -> Finding:
     """Judged by how many chats of the context's length fit beside the weights."""
     asked = targets.chats is not None or targets.context_len is not None
     chats, context_len = targets.chats or 1.0, targets.context_len or CONTEXT_LEN
-    command = suite(seen, "quantization")
+    command = suite(seen, "quantization", beside=beside(seen, "batching"))
     weights, total = seen.weight_bytes.get(seen.full_precision or ""), seen.memory_bytes
     if weights is None or total is None:
-        why = "the run lacks the bytes of the weights or of the memory"
-        return Finding.unknown("Memory full?", Metric.CHATS, asked, "what fits into memory", why, command)
+        lacks = [what for what, known in (("the weights", weights), ("the memory", total)) if known is None]
+        why = f"the run lacks the bytes of {' and of '.join(lacks)}"
+        return Finding.unknown(
+            "Memory full?", Metric.CHATS, asked, Untold("what fits into memory", why, command), pipeline(seen)
+        )
     said = [f"weights take {gib(weights)} of {gib(total)} ({percent(min(1.0, weights / total))})"]
     fixes = [*quantization(seen, for_speed=False), *served(seen, Metric.CHATS), *split_weights(seen)]
     notes = [*_unpaged(seen)]

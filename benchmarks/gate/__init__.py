@@ -7,6 +7,7 @@ red. No torch, no pytest: gate_plugin.py brings this into a test run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,7 +15,7 @@ from functools import partial
 
 from benchmarks.claims import CLAIMS
 from benchmarks.gate.baseline import Run, shown
-from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, Better, Entry, Figure, Rule, figures, rule_of
+from benchmarks.gate.rules import CLAIMED, COUNTED, DECODE_STEP, RATIO, Better, Entry, Figure, Rule, figures, rule_of
 from benchmarks.tables import finite, plain
 from benchmarks.verdicts import Word, format_figure
 
@@ -73,7 +74,16 @@ class Finding:
 
     @property
     def line(self) -> str:
-        return f"{self.outcome}: {self.id} ({self.engine}) {self.metric}: {self.said}"
+        return inert(f"{self.outcome}: {self.id} ({self.engine}) {self.metric}: {self.said}")
+
+
+_COMMAND_START = re.compile(r":(?=:)|#(?=#+\w*\[)")
+"""Of what a CI runner would take for a command ('::error', '##[add-path]', '##vso[') all but the last ':' or '#'."""
+
+
+def inert(text: str) -> str:
+    """Text that commands no CI runner, wherever in a log it is printed."""
+    return _COMMAND_START.sub("", text)
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ def _claim(key: Key, here: Entry | None, there: Entry | None, floors: Floors) ->
     judged = Word.NOT_JUDGED not in (now, before)
     if now == before:
         yield say(Outcome.SAME, now, timed)
-    elif timed and Word.INCONCLUSIVE in (now, before):
+    elif timed and judged and Word.INCONCLUSIVE in (now, before):
         yield say(Outcome.INCONCLUSIVE, f"{now}, in the baseline {before}; {_observed(here)}", timed)
     elif not judged:
         yield say(Outcome.CHANGED, f"{now}, in the baseline {before}; {plain(here['reason'] or there['reason'], 160)}")
@@ -263,7 +273,7 @@ def _one_sided(
 
 def _settings(here: Entry, there: Entry) -> Iterable[tuple[str, object, object]]:
     yield "precision", here["precision"], there["precision"]
-    for name in ("batch_size", "prompt_len", "output_len"):
+    for name in ("batch_size", "prompt_len", "output_len", "gpus"):
         yield name, here["workload"].get(name), there["workload"].get(name)
 
 
@@ -273,6 +283,8 @@ def _noise(name: str, here: Entry, there: Entry, floors: Floors) -> Noise:
     if YARDSTICK in name:
         return beside
     kind = "attention" if there["station"] == "attention" else there["phase"]
+    if name == DECODE_STEP:
+        kind = "decode"
     clock = "device" if "device_s" in name else "wall"
     return beside.beside(floors.of(f"{kind}_{clock}", there["engine"]))
 

@@ -6,6 +6,8 @@ them, the gate compares with them.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,7 +39,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """The baseline in a file. Raises RunFileError, in one line, for whatever can't be gated against: what is no whole
     run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, a verdict without its
     figure, and the article's published figures, which are no run."""
-    if path.resolve() == ARTICLE.resolve():
+    if os.path.realpath(path) == os.path.realpath(ARTICLE):  # Path.resolve raises on links that run in a circle
         name = f"{ARTICLE.stem}-run.json"
         raise RunFileError(
             f"{plain(path, 120)} is no baseline but the article's figures; a run of that card goes to {name}"
@@ -55,6 +57,8 @@ def known_at(path: Path) -> dict[str, Any] | None:
     path at which there never can be one: what is done for it would be for nothing."""
     try:
         nearest = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_symlink():
+            path.stat()  # a link to nothing or in a circle raises: accept would put a file in its place
         there = path.exists()
     except OSError as error:
         raise RunFileError(f"{plain(path, 120)} can't be written: {error.strerror}; name another file") from None
@@ -185,7 +189,7 @@ def other_software(run: Run, baseline: Run) -> list[str]:
     ]
 
 
-def find(run: Run, folder: Path = CARDS) -> Path | None:
+def find(run: Run, folder: Path) -> Path | None:
     """The baseline of this machine, rig and engine in a folder, None where there is none; never the article's figures.
     Raises RunFileError for a file that can't be read or gated against, and where two would do."""
     files = [path for path in sorted(folder.glob("*.json")) if path.name != ARTICLE.name]
@@ -195,11 +199,24 @@ def find(run: Run, folder: Path = CARDS) -> Path | None:
     return found[0] if found else None
 
 
-def card_path(run: Run, folder: Path = CARDS) -> Path:
-    """Where the baseline of a run's machine goes: 'nvidia-h200.json', and beside the article's T4 'tesla-t4-run.json'."""
-    words = re.findall(r"[a-z0-9]+", plain(run["machine"]["name"] or run["machine"]["device"], 60).lower())
-    path = folder / f"{'-'.join(words) or 'machine'}.json"
-    return path if path.name != ARTICLE.name else path.with_stem(f"{path.stem}-run")
+def card_path(run: Run, folder: Path) -> Path:
+    """Where the baseline of a run goes: the file that find() finds, else the first of these names that is free:
+    'nvidia-h200.json' ('nvidia-h200-x2.json' of two, and beside the article's T4 'tesla-t4-run.json'),
+    'nvidia-h200-own-trained.json', 'nvidia-h200-own-trained-2.json' and so on. Raises RunFileError as find() does."""
+    if known := find(run, folder):
+        return known
+    machine, rig = run["machine"], run["rig"]
+    gpus = machine.get("gpus") or 1
+    name = _stem(machine["name"] or machine["device"], f"x{gpus}" if gpus > 1 else "")
+    first = f"{name}-run" if name == ARTICLE.stem else name
+    longer = f"{name}-{_stem(rig['name'], rig['weights'])}"
+    stems = itertools.chain((first, longer), (f"{longer}-{n}" for n in itertools.count(2)))
+    return next(path for stem in stems if not os.path.lexists(path := folder / f"{stem}.json"))
+
+
+def _stem(*texts: str) -> str:
+    """Part of a file's name, of letters and digits."""
+    return "-".join(re.findall(r"[a-z0-9]+", " ".join(plain(text, 60) for text in texts).lower())) or "machine"
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------
@@ -231,7 +248,7 @@ _PART = ("what", "required", "verdict", "observed", "interval", "unit", "n", "pr
 _CELL = (
     "id", "station", "phase", "engine", "precision", "wall_s", "device_s", "host_bound", "bytes", "figures", "unavailable",
 )  # fmt: skip
-_WORKLOAD = ("batch_size", "prompt_len", "output_len")
+_WORKLOAD = ("batch_size", "prompt_len", "output_len", "gpus")
 _KERNELS = ("attention", "prefill", "decode", "verify", "draft prefill", "draft decode", "allowed", "math_fallback")
 
 

@@ -62,6 +62,9 @@ class Rule:
         return f"tolerated is {'the largest of ' * (len(allowed) > 1)}{', '.join(allowed) or 'nothing'}{again}"
 
 
+DECODE_STEP = "figures.decode_device_s"
+"""The device time of a decode step as a request's row has it."""
+
 RULES = (
     Rule(
         "what ran",
@@ -77,6 +80,15 @@ RULES = (
         relative=0.04,
         absolute=2e-6,
         floors=True,
+        timed=True,
+    ),
+    Rule(
+        "device time of exchanges between GPUs",
+        r"figures\.sync_device_s",
+        Better.LOWER,
+        "kernels of 6 us each on two H200s, whose sum lay up to 6% from the middle in ten rounds of one run",
+        relative=0.15,
+        absolute=2e-6,
         timed=True,
     ),
     Rule(
@@ -192,6 +204,23 @@ CLAIMED: Mapping[tuple[str, str], Better] = {
     ("attention.exact", "SDPA error over reference error"): Better.LOWER,
     ("attention.sdpa_memory", "growth per doubling"): Better.LOWER,
     ("speculation.verify_cheap", "5 tokens over 1"): Better.LOWER,
+    # Not the wall time at the wide shape: one GPU's step there waits for the card and the split one's for the hosts, so on
+    # slower hosts it would be a loss by itself. At the rig's shape hosts are what both wait for.
+    ("parallel.tp_not_linear", "wall"): Better.HIGHER,
+    ("parallel.tp_not_linear", "device"): Better.HIGHER,
+    ("parallel.tp_not_linear", "wide, device"): Better.HIGHER,
+    # Up to its limit there is room for one more all-reduce in every second layer.
+    ("parallel.tp_pays_for_sync", "all-reduces per layer"): Better.LOWER,
+    ("parallel.tp_pays_for_sync", "share of the step"): Better.LOWER,
+    ("parallel.tp_memory", "held over predicted"): Better.LOWER,
+    # Its limits only say that a pipeline is no gain; what it costs more than one GPU is lost, and so is idling beyond what
+    # filling and draining must leave.
+    ("parallel.pp_same_latency", "wall"): Better.LOWER,
+    ("parallel.pp_same_latency", "device"): Better.LOWER,
+    ("parallel.pp_same_latency", "idle share at one request"): Better.LOWER,
+    ("parallel.pp_same_latency", "idle share left"): Better.LOWER,
+    # Hosts that keep replicas waiting make its interval wide, and a verdict that held turns before this does.
+    ("parallel.replicas_scale", "tokens per second"): Better.HIGHER,
 }
 """The figures behind verdicts, by claim and part, of which one way is a loss. Of all others the verdict is what is gated: a
 claim's limit doesn't say it (that int8 is no faster is no bar that int8 must stay above)."""
@@ -222,4 +251,6 @@ def rule_of(name: str, cell: Entry) -> Rule:
     idle = finite(cell["host_bound"])
     if name == "wall_s" and idle is not None and idle < HOST_BOUND:
         name = "busy wall_s"
+    if name == DECODE_STEP and cell["station"] == "parallel":
+        name = "device_s"  # of other stations a row repeats what the step's own cell says
     return next(rule for rule in RULES if re.fullmatch(rule.figures, name))

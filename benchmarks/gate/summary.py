@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from benchmarks.gate import RED, Finding, Judgement, Outcome
+from benchmarks.gate import RED, Finding, Judgement, Outcome, inert
 from benchmarks.gate.rules import CLAIMED, COUNTED, RATIO, RULES
 from benchmarks.report import escaped
 from benchmarks.tables import plain
 
 _TOLD = (*RED, Outcome.INCONCLUSIVE, Outcome.BETTER)
-_COMMAND_START = {"::": ":", "##[": "#["}
-"""What a CI runner would take for a command, and what is written in its place."""
 
 
 def rules() -> list[str]:
-    """What is gated how, a line each."""
-    claimed = "; ".join(f"{id} {what}, {better}" for (id, what), better in CLAIMED.items())
+    """What is gated how, a line each; the figures of a claim share one."""
+    claimed: dict[str, list[str]] = {}
+    for (id, what), better in CLAIMED.items():
+        claimed.setdefault(id, []).append(f"{what} ({better})")
     return [
         *(rule.line for rule in RULES),
         *(rule.claims_line for rule in (RATIO, COUNTED)),
-        f"figures of claims: {claimed}",
+        *(f"figures of {id}: {'; '.join(said)}" for id, said in claimed.items()),
     ]
 
 
@@ -81,10 +81,7 @@ def _all_missing(found: Sequence[Finding]) -> list[Finding]:
 
 
 def _harmless(line: str) -> str:
-    text = plain(line, 600)
-    for command, instead in _COMMAND_START.items():
-        text = text.replace(command, instead)
-    return text
+    return inert(plain(line, 600))
 
 
 def markdown(judgement: Judgement, accept: str) -> str:
@@ -114,7 +111,7 @@ def github_errors(judgement: Judgement) -> list[str]:
 
 def _data(text: str) -> str:
     """Text as a workflow command's message: https://github.com/actions/toolkit, core/src/command.ts."""
-    return plain(text, 600).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return _harmless(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

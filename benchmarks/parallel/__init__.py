@@ -117,7 +117,7 @@ def _sync(rounds: Sequence[Beside], n_layers: int) -> dict[str, Estimate]:
     counts = {t.all_reduces for r in rounds for t in r.split_step}
     if len(counts) == 1:
         (count,) = counts
-        per_layer = counted(count // n_layers, note=f"{count} all-reduces a step, {n_layers} layers")
+        per_layer = counted(count / n_layers, note=f"{count} all-reduces a step, {n_layers} layers")
     else:
         per_layer = unusable(f"steps of the same model made {sorted(counts)} all-reduces", len(rounds))
     costs = [StepCost.of(r.split_step) for r in rounds]
@@ -274,7 +274,7 @@ def flight_cells(
             station="parallel",
             phase="pipeline",
             workload={
-                "name": f"{n} prefills",
+                "name": f"{n} prefill{'s' * (n > 1)}",
                 "batch_size": n,
                 "prompt_len": prompt_len,
                 "output_len": 1,

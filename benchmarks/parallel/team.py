@@ -53,7 +53,8 @@ def gpu_names() -> list[str]:
 
 
 def lacking(config: Any, asked: int | None, gpus: Sequence[str]) -> dict[str, str]:
-    """What this station lacks on a machine with these GPUs (their names), by need. Raises RigError as `group_size`."""
+    """What this station lacks on a machine with these GPUs (their names), by need. Raises RigError as `group_size`
+    and for a MASTER_PORT that is no port."""
     size = group_size(asked, len(gpus))
     lacks = {}
     if size < 2:
@@ -81,8 +82,11 @@ def _taken_port() -> int | None:
 
 
 def _port() -> int:
-    """0: a free one, as the system finds it."""
-    return int(os.environ.get("MASTER_PORT", "0"))
+    """The one that the user named; 0 is a free one, as the system finds it. Raises RigError for what is no port."""
+    named = os.environ.get("MASTER_PORT", "0")
+    if not (named.isascii() and named.isdigit() and len(named) <= 5 and int(named) < 2**16):
+        raise RigError(f"MASTER_PORT {named[:20]!r} is no port from 1 to 65535: unset it, and a free one is found")
+    return int(named)
 
 
 # The wide shape -------------------------------------------------------------------------------------------------------
@@ -165,15 +169,15 @@ class Team:
     def _start(self) -> Workers:
         from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
+        self._store = None  # that of workers that failed would keep a named port taken
         try:
             # The parent's store chooses the port, so no other process can take it in between.
             self._store = TCPStore("127.0.0.1", _port(), is_master=True, wait_for_workers=False)
         except DistNetworkError as error:
             raise WorkersFailed(f"port {_port()} is taken: unset MASTER_PORT, and a free one is found") from error
         group = Group(self.rig, self.world_size, self._store.port)
-        workers = Workers(
-            self.world_size, partial(join, group), START_S, _CPU_PRELOADED if self.rig.device == "cpu" else ()
-        )
+        preload, folder = _CPU_PRELOADED if self.rig.device == "cpu" else (), Path(self._folder.name)
+        workers = Workers(self.world_size, partial(join, group), START_S, preload, leftover=folder)
         workers.timeout_s = CALL_S
         return workers
 

@@ -94,14 +94,17 @@ def expected_shares(model: Any, world_size: int) -> Shares:
 
 
 def held_bytes(model: Any) -> int:
-    """Bytes that this process holds for a model's weights and buffers, each storage once, split or not."""
+    """Bytes that this process holds for a model's weights and buffers, tied ones once, split or not.
+
+    A slice counts by itself: loaded on a CPU without another dtype it is a view of the whole matrix in the mapped file.
+    """
     from torch.distributed.tensor import DTensor
 
-    storages: dict[int, int] = {}
+    held: dict[tuple[int, int], int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
+        held[local.untyped_storage().data_ptr(), int(local.storage_offset())] = local.nbytes
+    return sum(held.values())
 
 
 # A traced step --------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +31,19 @@ class Workers:
     """`world_size` processes, each with the service that `make(rank)` gives. Ends all of them on leaving the context.
 
     `make` is pickled, so it is a module's function or a partial of one. Workers are daemons, ignore Ctrl-C (the parent
-    hears it and ends them) and end by themselves when the parent is gone. `preload` names modules to import once, in
-    the process that all workers are forked from: none that may touch a GPU when imported, which a fork can't share; of
-    several Workers in a process the first one's counts. Raises WorkersFailed when one can't start.
+    hears it and ends them) and end by themselves when the parent is gone. As they end by themselves they remove
+    `leftover`, a folder that nobody else reads. `preload` names modules to import once, in the process that all workers
+    are forked from: none that may touch a GPU when imported, which a fork can't share; of several Workers in a process
+    the first one's counts. Raises WorkersFailed when one can't start.
     """
 
     def __init__(
-        self, world_size: int, make: Callable[[int], object], timeout_s: float, preload: Sequence[str] = ()
+        self,
+        world_size: int,
+        make: Callable[[int], object],
+        timeout_s: float,
+        preload: Sequence[str] = (),
+        leftover: Path | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
@@ -46,7 +54,7 @@ class Workers:
             for rank in range(world_size):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_work, args=(make, rank, there), name=f"inference-myths-{rank}", daemon=True
+                    target=_work, args=(make, rank, there, leftover), name=f"inference-myths-{rank}", daemon=True
                 )
                 process.start()
                 there.close()
@@ -142,10 +150,10 @@ class Workers:
         self.close() if kind is None else self.kill()
 
 
-def _work(make: Callable[[int], object], rank: int, pipe: Connection) -> None:
+def _work(make: Callable[[int], object], rank: int, pipe: Connection, leftover: Path | None) -> None:
     """The life of a worker. It ends without Python's clean-up, in which a communicator may wait for peers that are gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(leftover,), daemon=True).start()
     try:
         service = make(rank)
         pipe.send((True, None))
@@ -153,7 +161,7 @@ def _work(make: Callable[[int], object], rank: int, pipe: Connection) -> None:
             method, args = pipe.recv()
             pipe.send((True, getattr(service, method)(*args)))
     except EOFError:
-        os._exit(0)
+        _end(leftover, 0)
     except BaseException as error:
         traceback.print_exc()  # the place, for whoever reads the log; the parent gets one line
         said = " ".join(str(error).split()) or "no message"
@@ -161,8 +169,14 @@ def _work(make: Callable[[int], object], rank: int, pipe: Connection) -> None:
         os._exit(1)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(leftover: Path | None) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os._exit(1)
+    _end(leftover, 1)
+
+
+def _end(leftover: Path | None, code: int) -> None:
+    if leftover is not None:
+        shutil.rmtree(leftover, ignore_errors=True)  # the other workers do so at the same time
+    os._exit(code)

@@ -24,7 +24,7 @@ from benchmarks.rigs import SHORT_DTYPES
 from benchmarks.serving.answers import Ask, most_at_once
 from benchmarks.serving.loads import Stretch, closed, held_up
 from benchmarks.serving.metrics import Snapshot
-from benchmarks.serving.servers import MAX_LEN, Fleet, Plan
+from benchmarks.serving.servers import MAX_LEN, Fleet, Plan, ServerError
 from benchmarks.workloads import PREFIX_LEN
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ USERS = 16
 
 OUTPUT_LEN = 16
 MOST_SEATS = 256
+TRIES = 3
+ALL = 0.9
+"""Share of answers that are written at once from which on they all are: the first may be done when the last begins."""
+
 FLOOR_S = 8.0
 """Seconds of A/A rounds for a server's noise floors."""
 
@@ -98,7 +102,7 @@ class Prompts:
 class Server:
     """One server that is asked, by name: `open` it first, `close` it in any case.
 
-    `seats`, `kv_tokens` and `dtype` are what the suite told a server of its own, None where nobody did.
+    `told_seats`, `kv_tokens` and `dtype` are what the suite told a server of its own, None where nobody did.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Server:
     ) -> None:
         self.name, self.client = name, client
         self.kv_tokens, self.max_len, self.dtype = kv_tokens, max_len, dtype
-        self._seats = seats
+        self.told_seats = self._seats = seats
         self._broken: str | None = None
         self._disturbed: str | None = None
         self._runner = asyncio.Runner()
@@ -130,7 +134,11 @@ class Server:
         self.max_len = self.max_len or self.client.max_len
         answer = await self.client.send(Ask(SYSTEM_TEXT, 2), time.perf_counter())
         if answer.prompt_tokens:
-            self.prompts = Prompts(len(SYSTEM_TEXT) / answer.prompt_tokens)
+            chars_per_token = len(SYSTEM_TEXT) / answer.prompt_tokens
+            if not 1 <= chars_per_token <= 12:  # of English, tokenizers give 3 to 5
+                counted = f"{answer.prompt_tokens:,} tokens in {len(SYSTEM_TEXT):,} characters"
+                raise ServerError(f"{self.client.shown} counts {counted}: its counts can't be used, ask another server")
+            self.prompts = Prompts(chars_per_token)
         self.before = await self._snapshot()
 
     def close(self) -> None:
@@ -178,18 +186,29 @@ class Server:
 
     @property
     def seats(self) -> int | None:
-        """How many answers this server writes at once: known, or found by doubling; None when more than MOST_SEATS."""
+        """How many answers this server writes at once: told, or found by a crowd; None when more than MOST_SEATS. Raises Broken
+        as `crowd` does."""
         if self._seats is None:
-            users = USERS
-            while users <= MOST_SEATS:
-                at_once = most_at_once(self.closed(self.prompts.many(users), users).answers)
-                if at_once < 0.9 * users:
-                    self._seats = max(1, at_once)
-                    break
-                users *= 2
-            else:
-                self._seats = MOST_SEATS + 1
+            users, at_once = self.crowd(USERS)
+            self._seats = MOST_SEATS + 1 if at_once >= ALL * users else max(1, at_once)
         return self._seats if self._seats <= MOST_SEATS else None
+
+    def crowd(self, users: int, output_len: int = OUTPUT_LEN) -> tuple[int, int]:
+        """Users who ask at once, twice as many each time, until some of them must wait or MOST_SEATS ask: how many there were
+        at last, and how many answers were being written at once.
+
+        Tried again where the server held its tokens back, since nobody can tell then. Raises Broken when it does every time.
+        """
+        for _ in range(TRIES):
+            answers = self.closed(self.prompts.many(users, output_len), users).answers
+            if not (problem := held_up(answers)):
+                break
+        else:
+            raise Broken(problem)
+        at_once = most_at_once(answers)
+        if at_once < ALL * users or users == MOST_SEATS:
+            return users, at_once
+        return self.crowd(min(MOST_SEATS, 2 * users), output_len)
 
     def must_batch(self) -> None:
         """Raises NotServed for a server with one seat."""
@@ -230,14 +249,20 @@ async def _awaited(make: Callable[[], Awaitable[Stretch]]) -> Stretch:
 
 
 def noise(server: Server) -> dict[str, Floor | str]:
-    """The noise floors of this server: one user who asks the same kind of question, as both sides of a comparison."""
+    """The noise floors of this server: one user who asks the same kind of question, as both sides of a comparison. Tried once
+    more where a load breaks; where that does too, every metric has its reason."""
 
     def alone() -> dict[str, float]:
         (answer,) = server.closed([server.prompts.long(128, 17)], 1).answers
         tpot_s = math.nan if answer.tpot_s is None else answer.tpot_s
         return {"serving_ttft": answer.ttft_s, "serving_tpot": tpot_s, "serving_e2e": answer.e2e_s}
 
-    return a_a(alone, FLOOR_S, disturbance=server.disturbance)
+    for _ in range(2):
+        try:
+            return a_a(alone, FLOOR_S, disturbance=server.disturbance)
+        except Broken as error:
+            problem = str(error)
+    return dict.fromkeys(("serving_ttft", "serving_tpot", "serving_e2e"), problem)
 
 
 def observed(claim_ids: Sequence[str], measure: Callable[[], Mapping[str, Observed]]) -> Mapping[str, Observed]:

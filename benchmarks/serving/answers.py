@@ -1,7 +1,7 @@
 """What a server was asked and what came back: one request as a value, and the frames of a streamed answer.
 
 A request that failed is an answer too, with how it failed; nothing of it is ever read as a fast one. What a server does
-not say (token counts, cached tokens) stays None. No network and no torch in here.
+not say, such as token counts, stays None. No network and no torch in here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import Any
 
 LONGEST_FRAME_BYTES = 1 << 20
 """A frame of a streamed answer is some hundred bytes; one that reaches a mebibyte is an attack or no stream at all."""
+
+NO_JSON = "a frame that is no JSON"
+FAILED = ("abort", "error")
+"""Reasons to finish that name a failure of the server's (vLLM, SGLang), not the end of an answer."""
 
 MOST_TOKENS = 10**7
 """No answer of a request that we make has more tokens: a larger count in a usage report is not believed."""
@@ -57,7 +61,6 @@ class Answer:
     text: str = ""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    cached_tokens: int | None = None
     tokens: tuple[str, ...] = ()
     top_logprobs: tuple[Mapping[str, float], ...] = ()
     retry_after_s: float | None = None
@@ -128,7 +131,7 @@ class Frames:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         events: list[str] = []
         for line in lines:
-            text = line.rstrip(b"\r").decode("utf-8", "replace")
+            text = line.rstrip(b"\r").decode("utf-8", "replace").removeprefix("\ufeff")  # a byte order mark
             if not text:
                 if self._data:
                     events.append("\n".join(self._data))
@@ -161,18 +164,20 @@ def read_piece(data: str) -> Piece:
     try:
         frame = json.loads(data)
     except (ValueError, RecursionError):
-        return Piece(error="a frame that is no JSON")
+        return Piece(error=NO_JSON)
     if not isinstance(frame, dict):
         return Piece(error="a frame that is no object")
     if frame.get("error"):
         said = frame["error"]
-        return Piece(error=str(said.get("message", said) if isinstance(said, dict) else said)[:300])
+        return Piece(error=str(said.get("message", said) if isinstance(said, dict) else said))
     usage = _usage(frame.get("usage"))
     choices = frame.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         return Piece(usage=usage)
     finish = choice.get("finish_reason")
+    if finish in FAILED:
+        return Piece(error=f"finish_reason {finish}")
     tokens, top = _logprobs(choice.get("logprobs"))
     return Piece(_content(choice), str(finish) if finish else None, None, usage, tokens, top)
 
@@ -192,12 +197,7 @@ def _usage(usage: object) -> dict[str, int]:
     """The counts of a usage report that can be counts, by our names."""
     if not isinstance(usage, dict):
         return {}
-    details = usage.get("prompt_tokens_details")
-    told = {
-        "prompt_tokens": usage.get("prompt_tokens"),
-        "output_tokens": usage.get("completion_tokens"),
-        "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None,
-    }
+    told = {"prompt_tokens": usage.get("prompt_tokens"), "output_tokens": usage.get("completion_tokens")}
     return {name: n for name, n in told.items() if type(n) is int and 0 <= n <= MOST_TOKENS}
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from benchmarks.serving.answers import Answer, Ask, Frames, FrameTooLarge, Outcome, read_piece
+from benchmarks.serving.answers import NO_JSON, Answer, Ask, Frames, FrameTooLarge, Outcome, read_piece
 from benchmarks.serving.servers import ServerError
 from benchmarks.tables import plain
 
@@ -40,6 +40,16 @@ KEEP_S = 3.0
 """How long an idle connection is kept: less than servers do (uvicorn: 5 s), so that none is closed under a request."""
 
 HIDDEN = "[key]"
+SHORTEST_HIDDEN = 6
+"""Characters of a key that give it away; fewer may be any word's beginning."""
+
+
+class _Secret(str):
+    """A header's value that no traceback shows."""
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
 
 DIALECTS: tuple[Mapping[str, object], ...] = (
     # vLLM, SGLang and others: the length is fixed, and no penalty of the checkpoint's own changes what is greedy.
@@ -70,6 +80,7 @@ class Endpoint:
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
+            (host or "").encode("idna")  # what a resolver is asked for: it raises on a label that is empty or too long
         except ValueError:
             raise ServerError(f"--endpoint {shown} is no address; give one such as http://127.0.0.1:8000/v1") from None
         if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
@@ -90,9 +101,17 @@ class Endpoint:
         return self.base.removesuffix("/v1")
 
     def hide(self, text: object, longest: int = 200) -> str:
-        """A text of the server's, for a person: plain, and without the key."""
-        said = str(text)
-        return plain(said.replace(self.key, HIDDEN) if self.key else said, longest)
+        """A text of the server's, for a person: plain, and without the key or, at a cut end, the beginning of it.
+
+        What a server tells is cut here and nowhere before: a cut key is no longer found.
+        """
+        said = str(text)[: 8 * longest]
+        if self.key:
+            # Blanks and control characters between its characters don't make it another one.
+            said = re.sub("[^!-~]*".join(map(re.escape, self.key)), HIDDEN, said)
+            cut = [n for n in range(SHORTEST_HIDDEN, len(self.key)) if said.endswith(self.key[:n])]
+            said = said[: -cut[-1]] + HIDDEN if cut else said
+        return plain(said, longest)
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,7 @@ class Client:
     async def __aenter__(self) -> Client:
         headers = {"User-Agent": "inference-myths", "Accept-Encoding": "identity"}
         if self.endpoint.key:
-            headers["Authorization"] = f"Bearer {self.endpoint.key}"
+            headers["Authorization"] = _Secret(f"Bearer {self.endpoint.key}")
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
             headers=headers,
@@ -140,18 +159,20 @@ class Client:
         Raises ServerError when there are several models to choose from, or no way of asking works.
         """
         await self._choose_model()
-        refusals: list[str] = []
+        refusals: list[Answer] = []
         for chat in (False, True):
             for fields in DIALECTS:
                 self.dialect = Dialect(chat, fields)
                 answer = await self.send(Ask("Hello", 2), time.perf_counter(), first_s or FIRST_ANSWER_S)
                 if answer.ok:
                     return
-                refusals.append(f"{answer.outcome} {answer.detail}")
-                if answer.outcome is not Outcome.ERROR or "404" in answer.detail:
+                refusals.append(answer)
+                if answer.outcome is not Outcome.ERROR or answer.detail.startswith("404"):
                     break  # the fields aren't what it minds
-        said = " | ".join(dict.fromkeys(refusals))
-        raise ServerError(f"{self.shown} answers neither completions nor chat: {plain(said, 300)}")
+        said = plain(" | ".join(dict.fromkeys(f"{a.outcome} {a.detail}" for a in refusals)), 300)
+        if all(a.outcome is Outcome.REFUSED for a in refusals):
+            raise ServerError(f"{self.shown} has no room for a question, try again later: {said}")
+        raise ServerError(f"{self.shown} answers neither completions nor chat: {said}")
 
     @property
     def shown(self) -> str:
@@ -170,10 +191,9 @@ class Client:
                 names = ", ".join(self.endpoint.hide(name, 60) for name in list(listed)[:8])
                 raise ServerError(f"{self.shown} serves {len(listed)} models: choose with --endpoint-model: {names}")
             if not listed:
-                said = f"{status or 'no answer'}: {self.endpoint.hide(text, 120)}"
-                raise ServerError(
-                    f"{self.shown}/models names no model ({said}): give --endpoint-model, or check the address"
-                )
+                said = f"{status or 'no answer'}: {self.endpoint.hide(text)}"
+                remedy = "give --endpoint-model, or check the address" if status else "check the address"
+                raise ServerError(f"{self.shown}/models names no model ({said}): {remedy}")
             self.model = next(iter(listed))
         told = listed.get(self.model, {}).get("max_model_len")
         self.max_len = told if type(told) is int and told > 0 else None
@@ -190,9 +210,9 @@ class Client:
                         return 0, f"more than {MOST_BYTES:,} bytes"
                 return response.status, body.decode("utf-8", "replace")
         except TimeoutError:
-            return 0, f"no answer within {limit_s:.0f} s"
+            return 0, f"no answer within {limit_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            return 0, self.endpoint.hide(error)
+            return 0, self.endpoint.hide(_words(error))
 
     def _body(self, ask: Ask) -> dict[str, object]:
         body: dict[str, object] = {"model": self.model, "max_tokens": ask.output_len, "temperature": 0, "stream": True}
@@ -235,7 +255,7 @@ class Client:
             reading.ends(Outcome.TRUNCATED, "the connection ended within the answer")
         except (aiohttp.ClientError, OSError) as error:
             began = bool(reading.text_s)
-            reading.ends(Outcome.TRUNCATED if began else Outcome.ERROR, f"{type(error).__name__}: {error}")
+            reading.ends(Outcome.TRUNCATED if began else Outcome.ERROR, _words(error))
         return reading.answer(self.endpoint)
 
 
@@ -270,7 +290,8 @@ class _Reading:
                     async with asyncio.timeout(LAST_BYTES_S):
                         await response.content.read(1024)
                 return
-        self._take(frames.rest(), time.perf_counter())
+        if self._take(frames.rest(), time.perf_counter()) and self._detail == NO_JSON:
+            self.ends(Outcome.TRUNCATED, "the stream ended within a frame")
 
     def _take(self, events: list[str], now_s: float) -> bool:
         """Whether the stream is over for us: its last frame was read, or an error."""
@@ -298,13 +319,13 @@ class _Reading:
         """Why a server didn't answer, from the first of what it says."""
         if 300 <= response.status < 400:
             where = response.headers.get("Location", "nowhere")
-            self.ends(Outcome.ERROR, f"{response.status}, redirected to {where[:100]}: redirects are not followed")
+            self.ends(Outcome.ERROR, f"{response.status}, a redirect, which is not followed, to {where}")
             return
         said = (await response.content.read(2000)).decode("utf-8", "replace")
         self._retry_after_s = _seconds(response.headers.get("Retry-After"))
         wait = f", retry after {self._retry_after_s:g} s" if self._retry_after_s is not None else ""
         kind = Outcome.REFUSED if response.status in (429, 503) else Outcome.ERROR
-        self.ends(kind, f"{response.status}{wait}: {said[:150]}")
+        self.ends(kind, f"{response.status}{wait}: {said}")
 
     def answer(self, endpoint: Endpoint) -> Answer:
         if self._outcome is Outcome.OK and not self.text_s:
@@ -323,6 +344,13 @@ class _Reading:
             detail=endpoint.hide(self._detail),
             **self._usage,
         )
+
+
+def _words(error: Exception) -> str:
+    """Why there was no connection or it broke, with the remedy where there is one."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"certificate not trusted: name the file of who signed it in SSL_CERT_FILE: {error.certificate_error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _seconds(text: str | None) -> float | None:

@@ -24,7 +24,8 @@ CLIENT_BUSY = 0.85
 """Share of the time at which one client process counts as the bottleneck: from there on its answers queue in itself."""
 
 LATE_SHARE = 0.5
-"""Of the mean gap between arrivals: sent later than that, they are no longer the load that was asked for."""
+"""Of the mean gap between arrivals, or of one answer's time where all arrive at once: sent later than that, they are no longer
+the load that was asked for."""
 
 MANY_PROMPTS = 8
 """Prompts of which not all get one answer from a model: a small one said the same to four."""
@@ -32,16 +33,21 @@ MANY_PROMPTS = 8
 LATE_S = 0.02
 """Later than any event loop that keeps up."""
 
+LOAD_S = 60.0
+"""Within this time a load sends what it sends."""
+
 
 @dataclass(frozen=True)
 class Stretch:
-    """One load, served: its answers in the order of the asks, from when to when, and how busy the client was."""
+    """One load, served: its answers in the order of the asks, from when to when, and how busy the client was. `gap_s` is the
+    mean gap between arrivals, 0 where all come at once, None where the users of a closed loop say when they ask."""
 
     answers: tuple[Answer, ...]
     start_s: float
     end_s: float
     client_cpu_s: float
     unsent: int = 0
+    gap_s: float | None = None
 
     @property
     def wall_s(self) -> float:
@@ -76,10 +82,9 @@ class Stretch:
         """Why this stretch shows the client and not the server; None when it doesn't."""
         if self.client_busy >= CLIENT_BUSY:
             return f"the client, not the server, is the bottleneck: it was busy {self.client_busy:.0%} of the time"
-        dues = sorted({a.due_s for a in self.answers})
-        if len(dues) > 2:
-            gap_s = (dues[-1] - dues[0]) / (len(dues) - 1)
+        if self.gap_s is not None and self.answers:
             late_s = percentile([a.lag_s for a in self.answers], 0.9)
+            gap_s = self.gap_s or statistics.median(a.e2e_s for a in self.answers)
             if late_s > max(LATE_SHARE * gap_s, LATE_S):
                 return f"the client, not the server, is the bottleneck: it sent requests {1e3 * late_s:.0f} ms late"
         return None
@@ -113,13 +118,16 @@ def repeated(answers: Sequence[Answer]) -> str | None:
     return None
 
 
-async def _measured(load: Callable[[], Awaitable[tuple[list[Answer], int]]]) -> Stretch:
+async def _measured(
+    load: Callable[[], Awaitable[tuple[list[Answer], int]]], arrivals_s: Sequence[float] | None = None
+) -> Stretch:
+    gap_s = (max(arrivals_s) - min(arrivals_s)) / max(1, len(arrivals_s) - 1) if arrivals_s else None
     cpu_s, start_s = time.process_time(), time.perf_counter()
     answers, unsent = await load()
-    return Stretch(tuple(answers), start_s, time.perf_counter(), time.process_time() - cpu_s, unsent)
+    return Stretch(tuple(answers), start_s, time.perf_counter(), time.process_time() - cpu_s, unsent, gap_s)
 
 
-async def closed(send: Send, asks: Sequence[Ask], concurrency: int, limit_s: float = 60.0) -> Stretch:
+async def closed(send: Send, asks: Sequence[Ask], concurrency: int, limit_s: float = LOAD_S) -> Stretch:
     """`concurrency` users who each ask again as soon as they have their answer, until all asks are answered.
 
     All asks are wanted from the start, so `waited_s` of an answer counts its turn too. Raises ValueError for no users.
@@ -144,7 +152,7 @@ async def closed(send: Send, asks: Sequence[Ask], concurrency: int, limit_s: flo
     return await _measured(load)
 
 
-async def groups(send: Send, asks: Sequence[Ask], size: int, limit_s: float = 60.0) -> Stretch:
+async def groups(send: Send, asks: Sequence[Ask], size: int, limit_s: float = LOAD_S) -> Stretch:
     """Static batches: `size` asks at once, and the next ones only when the longest of them is done."""
 
     async def load() -> tuple[list[Answer], int]:
@@ -158,7 +166,7 @@ async def groups(send: Send, asks: Sequence[Ask], size: int, limit_s: float = 60
     return await _measured(load)
 
 
-async def arriving(send: Send, asks: Sequence[Ask], arrivals_s: Sequence[float], limit_s: float = 60.0) -> Stretch:
+async def arriving(send: Send, asks: Sequence[Ask], arrivals_s: Sequence[float], limit_s: float = LOAD_S) -> Stretch:
     """An open load: ask i is sent at arrivals_s[i] after the start, whatever became of those before it.
 
     Arrivals after `limit_s` are never sent. Raises ValueError when asks and arrivals differ in number.
@@ -177,7 +185,7 @@ async def arriving(send: Send, asks: Sequence[Ask], arrivals_s: Sequence[float],
         pairs = [(ask, t) for ask, t in zip(asks, arrivals_s, strict=True) if t <= limit_s]
         return list(await asyncio.gather(*(one(*pair) for pair in pairs))), len(asks) - len(pairs)
 
-    return await _measured(load)
+    return await _measured(load, arrivals_s)
 
 
 def poisson(rate_per_s: float, n: int, seed: int) -> tuple[float, ...]:

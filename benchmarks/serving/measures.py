@@ -18,9 +18,31 @@ from typing import TYPE_CHECKING
 from benchmarks.estimates import Estimate, counted, median_interval, paired_ratio, unusable
 from benchmarks.ledger import Cell
 from benchmarks.rigs import SEED
-from benchmarks.serving import MOST_SEATS, OUTPUT_LEN, USERS, Broken, ClientBusy, NotServed, Server, cell_of
-from benchmarks.serving.answers import Answer, Ask, most_at_once, percentile
-from benchmarks.serving.loads import Rate, Stretch, Targets, arriving, closed, groups, mixed_lens, poisson, sweep
+from benchmarks.serving import (
+    ALL,
+    MOST_SEATS,
+    OUTPUT_LEN,
+    TRIES,
+    USERS,
+    Broken,
+    ClientBusy,
+    NotServed,
+    Server,
+    cell_of,
+)
+from benchmarks.serving.answers import Answer, Ask, percentile
+from benchmarks.serving.loads import (
+    LOAD_S,
+    Rate,
+    Stretch,
+    Targets,
+    arriving,
+    closed,
+    groups,
+    mixed_lens,
+    poisson,
+    sweep,
+)
 from benchmarks.serving.metrics import Change
 from benchmarks.timing import Rounds
 from benchmarks.tokens import Difference, Match, Tolerance, compare, share_explained
@@ -293,7 +315,6 @@ def noted_queue(observed: Observed, cell: Cell) -> Observed:
 LONG_LEN = 3000
 STREAMS = 4
 STREAM_LEN = 64
-TRIES = 3
 
 
 async def _disturbed(server: Server, after_s: float, long: Ask | None) -> tuple[Stretch, Answer | None]:
@@ -375,10 +396,11 @@ def chunks(rounds: Rounds[float]) -> dict[str, Observed]:
 
 
 def pages(server: Server) -> Estimate:
-    """Short chats that really ran at once, over what reserving the maximum length of each would allow.
+    """Short chats that really ran at once, over what reserving the maximum length of each would allow: as many are sent as it
+    takes until some must wait, and where none had to the figure is a lower bound.
 
     Raises NotServed when the size of the KV cache or the maximum length is unknown, and when more chats than MOST_SEATS would be
-    needed to tell.
+    needed to tell. Raises Broken where nobody can tell what ran at once.
     """
     shot = server.snapshot()
     kv_tokens = server.kv_tokens or (shot.kv_tokens if shot else None)
@@ -391,13 +413,18 @@ def pages(server: Server) -> Estimate:
         raise NotServed(
             f"it holds {reserved} conversations of {server.max_len:,} tokens: {MOST_SEATS} chats can't fill it"
         )
-    n = min(MOST_SEATS, 4 * reserved + 8)
-    at_once = most_at_once(server.closed(server.prompts.many(n, 2 * OUTPUT_LEN), n).answers)
+    n, at_once = server.crowd(min(MOST_SEATS, 4 * reserved + 8), 2 * OUTPUT_LEN)
+    if at_once >= ALL * n:
+        limit = "at least: none of them had to wait"
+    elif server.told_seats and at_once >= server.told_seats:
+        limit = f"its {server.told_seats} seats were the limit, not its pages"
+    else:
+        limit = "its pages were the limit" if server.kv_tokens else "its pages or its seats were the limit"
     return counted(
         at_once / reserved,
         {"at once": (float(at_once),), "reserved": (float(reserved),)},
         f"{at_once} of {n} short chats ran at once in {kv_tokens:,} tokens of KV cache, which holds {reserved} of the "
-        f"maximum length {server.max_len:,}",
+        f"maximum length {server.max_len:,}; {limit}",
     )
 
 
@@ -406,6 +433,10 @@ def pages(server: Server) -> Estimate:
 NEAR_SATURATION = 0.85
 MOST_USERS = 64
 SECONDS_A_STRETCH = 1.5
+FEWEST = 16
+
+SLOWEST_PER_S = 1.1 * FEWEST / LOAD_S
+"""Arrivals a second at which FEWEST are sent within the time of a load."""
 
 TARGETS = Targets(ttft_s=1.0, tpot_s=0.1)
 """Good is: it begins within a second, and writes ten tokens a second, which is faster than people read."""
@@ -419,8 +450,8 @@ def capacity_per_s(server: Server) -> float:
 
 
 def poisson_load(server: Server, rate_per_s: float, seed: int) -> Callable[[], Awaitable[Stretch]]:
-    """Poisson arrivals for about SECONDS_A_STRETCH, at least 16 and at most 200."""
-    n = max(16, min(200, round(rate_per_s * SECONDS_A_STRETCH)))
+    """Poisson arrivals for about SECONDS_A_STRETCH, at least FEWEST and at most 200."""
+    n = max(FEWEST, min(200, round(rate_per_s * SECONDS_A_STRETCH)))
     arrivals_s = poisson(rate_per_s, n, seed)
     return lambda: arriving(server.client.send, server.prompts.many(n), arrivals_s)
 
@@ -453,13 +484,14 @@ def average(rounds: Rounds[Stretch], rate_per_s: float) -> dict[str, Observed]:
 
 
 def rate_cells(server: Server, budget_s: float) -> list[Cell]:
-    """The rate sweep as cells: rates that double until saturation, with the goodput of each."""
+    """The rate sweep as cells: rates that double until saturation, with the goodput of each. A server so slow that a quarter
+    of its capacity is below SLOWEST_PER_S begins there."""
 
     def at(rate_per_s: float) -> Rate:
         stretch = server.any_load(poisson_load(server, rate_per_s, SEED))
         return Rate(rate_per_s, stretch, TARGETS)
 
-    found = sweep(at, capacity_per_s(server) / 4, budget_s, time.monotonic)
+    found = sweep(at, max(SLOWEST_PER_S, capacity_per_s(server) / 4), budget_s, time.monotonic)
     return [_rate_cell(server, number, rate) for number, rate in enumerate(found)]
 
 

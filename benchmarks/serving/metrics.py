@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ MOST_SERIES = 20_000
 """More series than any inference server has: what follows is not read."""
 
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*\Z")
-_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(?:^|,)\s*([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+_COUNT = re.compile("[0-9]{1,9}")
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "queue_s": ("vllm:request_queue_time_seconds_sum", "sglang:queue_time_seconds_sum"),
@@ -30,11 +32,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What each server calls a figure. Hits and queries are in tokens."""
 
 _CONFIG = ("vllm:cache_config_info",)
+_KNOWN = frozenset(itertools.chain(*NAMES.values(), _CONFIG))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All series at one moment: name, then labels and value of each."""
+    """The series of known names at one moment: name, then labels and value of each."""
 
     series: Mapping[str, tuple[tuple[Mapping[str, str], float], ...]] = field(default_factory=dict)
 
@@ -48,6 +51,8 @@ class Snapshot:
             if not (match := _LINE.match(line)):
                 continue
             name, labels, value = match.groups()
+            if name not in _KNOWN:
+                continue
             try:
                 number = float(value)
             except ValueError:
@@ -59,7 +64,7 @@ class Snapshot:
         """A figure of NAMES, summed over its series (engines, ranks); None where the server has none or it is no number."""
         for name in NAMES[meaning]:
             if name in self.series:
-                total = math.fsum(value for _, value in self.series[name])
+                total = sum(value for _, value in self.series[name])
                 return total if math.isfinite(total) else None
         return None
 
@@ -69,7 +74,7 @@ class Snapshot:
         for name in _CONFIG:
             for labels, _ in self.series.get(name, ()):
                 blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-                if blocks.isdigit() and size.isdigit():
+                if _COUNT.fullmatch(blocks) and _COUNT.fullmatch(size):
                     return int(blocks) * int(size)
         return None
 
@@ -90,16 +95,22 @@ class Change:
     def grown(self, meaning: str) -> float | None:
         """By how much a counter grew; None where it is unknown or ran backwards, as after a restart."""
         first, last = self.before.figure(meaning), self.after.figure(meaning)
-        return last - first if first is not None and last is not None and last >= first else None
+        grown = last - first if first is not None and last is not None else -math.inf
+        return grown if 0 <= grown < math.inf else None
 
     @property
     def mean_queue_s(self) -> float | None:
         """Mean seconds in the server's queue of the requests in between."""
-        waited, n = self.grown("queue_s"), self.grown("queued")
-        return waited / n if waited is not None and n else None
+        return _share(self.grown("queue_s"), self.grown("queued"))
 
     @property
     def hit_share(self) -> float | None:
-        """Share of the prompt tokens in between that the prefix cache had."""
-        hits, queries = self.grown("prefix_hits"), self.grown("prefix_queries")
-        return hits / queries if hits is not None and queries else None
+        """Share of the prompt tokens in between that the prefix cache had; None where it had more than there were."""
+        share = _share(self.grown("prefix_hits"), self.grown("prefix_queries"))
+        return share if share is not None and share <= 1 else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    """part / whole, None where one is unknown or that is no number."""
+    share = part / whole if part is not None and whole else math.inf
+    return share if math.isfinite(share) else None

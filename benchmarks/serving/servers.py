@@ -97,6 +97,9 @@ class Plan:
         dtype: str,
     ) -> Plan | None:
         """None when no server was asked for. Raises ServerError for contradictions and for what isn't installed."""
+        options = {"--endpoint": endpoint, "--endpoint-model": model, "--endpoint-key-env": key_env, "--serve": serve}
+        if empty := [option for option, value in options.items() if value is not None and not value.strip()]:
+            raise ServerError(f"{empty[0]} is empty: give it a value or leave it out (is a variable unset?)")
         if endpoint and serve:
             raise ServerError("--endpoint and --serve contradict each other: one names a server, the other starts one")
         if not endpoint and (model or key_env):
@@ -117,9 +120,8 @@ def _endpoint(url: str, model: str | None, key_env: str | None, environ: Mapping
     from benchmarks.serving.client import Endpoint
 
     if key_env and key_env not in environ:
-        raise ServerError(
-            f"--endpoint-key-env {plain(key_env, 40)}: no such variable in the environment; export it first"
-        )
+        # Not echoed: it may be the key itself.
+        raise ServerError("--endpoint-key-env names no variable of the environment: give its name, and export it first")
     where = Endpoint.of(url, environ[key_env] if key_env else None)
     return Plan((f"endpoint {plain(where.root.split('//')[1], 60)}",), (), where, model)
 
