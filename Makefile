@@ -50,9 +50,10 @@ $(VLLM)/.ready:
 	fi
 	@touch $@
 
+# Three processes, since many tests wait for servers that they start. Bytecode, since many run pytest on the same files.
 # An -m in ARGS takes the place of this one.
 test: $(READY)
-	$(VENV)/bin/python -m pytest -o testpaths=tests -n 2 --dist worksteal -m "not browser" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -o testpaths=tests -n 3 --dist worksteal -m "not browser" $(ARGS)
 
 test-browser: $(READY)
 	$(VENV)/bin/python -m pytest tests/test_browser.py $(ARGS)

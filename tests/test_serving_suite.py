@@ -144,7 +144,7 @@ def test_an_endpoint_alone_needs_no_models_here(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Loader, "check", none_here)
     with fake() as server:
         alone = asked(server, tmp_path / "alone", "users_row and 1", "--rig", "qwen2.5")
-        beside = pytest_here(tmp_path / "beside", MYTHS, "--endpoint", server.url)
+        beside = pytest_here(tmp_path / "beside", SERVING, MYTHS / "test_batching.py", "--endpoint", server.url)
     assert alone.code == pytest.ExitCode.OK, alone.out
     assert beside.code == pytest.ExitCode.USAGE_ERROR
     assert "the models are not here" in beside.error
