@@ -194,9 +194,10 @@ def _open_session(config: pytest.Config, items: list[pytest.Item]) -> Session:
     """The session of this run. Raises UsageError, so that a missing model too is one line."""
     session = _new_session(config)
     try:
-        elsewhere = session.options.served is not None and session.options.served.endpoint is not None
         myths = [item for item in items if "session" in getattr(item, "fixturenames", ())]
-        session.open(models=not elsewhere or any("server_name" not in myth.fixturenames for myth in myths))
+        session.open(
+            models=not session.options.at_endpoint or any("server_name" not in myth.fixturenames for myth in myths)
+        )
     except RigError as error:
         raise pytest.UsageError(plain(error, 500)) from None
     return session
@@ -393,7 +394,7 @@ def _not_judged(item: pytest.Item, reason: str) -> None:
 
 
 def _plans_rows(fixture_name: str) -> bool:
-    """Whether a fixture lists the rows that its test measures."""
+    """Whether a fixture lists the rows that its test measures (PlannedRow): what is kept as missing where it can't."""
     return fixture_name.startswith("planned_")
 
 
@@ -403,6 +404,15 @@ def _keep_missing(item: pytest.Item, reason: str) -> None:
     planned: list[PlannedRow] = [row for name in found if _plans_rows(name) for row in found[name]]
     for row in planned:
         item.config.stash[SESSION].ledger.cell(row.missing(reason))
+
+
+@contextmanager
+def _or_exit() -> Iterator[None]:
+    """What all stations stand on ends the run in one line: a model that is no good, a report that can't be written."""
+    try:
+        yield
+    except (RigError, NotWritten) as error:
+        pytest.exit(plain(error, 500), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @contextmanager
@@ -449,44 +459,28 @@ def session(request: pytest.FixtureRequest) -> Session:
 
 @pytest.fixture(scope="session")
 def tokenizer(session: Session) -> workloads.Tokenizer:
-    with _or_exit():
-        return session.loader.tokenizer()
-
-
-@contextmanager
-def _or_exit() -> Iterator[None]:
-    """What all stations stand on ends the run in one line: a model that is no good, a report that can't be written."""
-    try:
-        yield
-    except (RigError, NotWritten) as error:
-        pytest.exit(plain(error, 500), returncode=pytest.ExitCode.USAGE_ERROR)
-
-
-def _load(session: Session, role: str, precision: str | None = None) -> EagerEngine:
-    """One model of the rig behind the eager engine."""
-    with _or_exit():
-        return session.load(role, precision)
+    return session.loader.tokenizer()
 
 
 @pytest.fixture(scope="session")
 def target(session: Session) -> EagerEngine:
     """The target in the reference precision."""
-    return _load(session, "target")
+    return session.load("target")
 
 
 @pytest.fixture(scope="session")
 def draft(session: Session) -> EagerEngine:
-    return _load(session, "draft")
+    return session.load("draft")
 
 
 @pytest.fixture(scope="session")
 def int8(session: Session, target: EagerEngine) -> EagerEngine:
-    return _load(session, "target", "int8")
+    return session.load("target", "int8")
 
 
 @pytest.fixture(scope="session")
 def nf4(session: Session, target: EagerEngine) -> EagerEngine:
-    return _load(session, "target", "nf4")
+    return session.load("target", "nf4")
 
 
 @pytest.fixture(scope="session")
@@ -567,7 +561,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     said = str(dict(getattr(report, "user_properties", ())).get("verdict", ""))  # a module's report has none
     if report.passed and report.when == "call" and said.startswith(Word.HOLDS):
         return "passed", ".", Word.HOLDS
-    if report.failed and report.when != "teardown":
+    if report.failed and report.when != "teardown":  # in setup too: a fixture may run out of memory
         for word in (Word.REFUTED, Word.INCONCLUSIVE):
             if said.startswith(word):
                 return "failed", word[0], word
@@ -604,7 +598,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 def _write_report(session: pytest.Session, suite: Session) -> None:
-    """Raises OSError."""
+    """The machine as it is now, card.md and index.html. Raises OSError."""
     from benchmarks.report import write_card
 
     whole = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldfail

@@ -225,7 +225,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Below the card: what a job that went red ends with. A run that was refused ends with the line that says why."""
+    """Below the card: what a job that went red ends with. A run that ended as a usage error ends with the line that says
+    why."""
     here = config.stash.get(GATE, None)
     if config.getoption("--baseline") is None or config.getoption("collectonly"):
         return

@@ -411,7 +411,7 @@ def kernels_named(traces: Mapping[str, Trace], capability: tuple[int, int] | Non
     without a `capability`, none of CUDA's."""
     named = sum(t.attention_named for t in traces.values()) / len(traces)
     ran = {where: sorted({run.backend for run in t.attention}) or ["nothing"] for where, t in traces.items()}
-    wrong = [run for t in traces.values() for run in impossible(t.attention, capability or (0, 0))]
+    wrong = [run for t in traces.values() for run in impossible(t.attention, capability)]
     note = "ran: " + ", ".join(f"{where} {'+'.join(what)}" for where, what in ran.items())
     if fallen := [where for where, t in traces.items() if t.math_fallback]:
         note += f"; SDPA fell back to math in {', '.join(fallen)}: the full score matrix is built there"

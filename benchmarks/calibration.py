@@ -21,6 +21,7 @@ from benchmarks import workloads
 from benchmarks.estimates import FULL_LOOK, LAST_LOOK, Estimate, median_interval, paired_ratio
 from benchmarks.ledger import write_json
 from benchmarks.rigs import DTYPES, RIGS, WEIGHTS, RigError
+from benchmarks.tables import plain
 from benchmarks.timing import Rounds, interleave
 from benchmarks.verdicts import format_figure
 
@@ -351,9 +352,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrate, print the table and keep it in run.json. Returns the exit code: 2 when the rig can't be had."""
+    """Calibrate, print the table and keep it in run.json. Returns the exit code: 2 when the rig can't be had or doesn't fit
+    into memory, or the report can't be written."""
     import torch
 
+    from benchmarks.memory import is_out_of_memory
     from benchmarks.session import Options, Session
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -373,12 +376,17 @@ def run(arguments: argparse.Namespace) -> int:
             found = calibrate(session, session.load("target"), session.loader.tokenizer(), budget_s)
         finally:
             session.close()
-    except RigError as error:
-        print(error, file=sys.stderr)
+        print(f"A/A on {session.description}")
+        print("\n".join(table(found)))
+        keep(session, found)
+    except (RigError, OSError) as error:
+        print(plain(error, 500), file=sys.stderr)
         return 2
-    print(f"A/A on {session.description}")
-    print("\n".join(table(found)))
-    keep(session, found)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print("out of memory: give a smaller --target", file=sys.stderr)
+        return 2
     print(f"kept in {session.ledger.path}")
     return 0 if found.floors else 1
 

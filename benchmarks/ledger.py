@@ -121,13 +121,13 @@ def verdict_record(verdict: Verdict, engine: str) -> dict[str, object]:
 
 
 class NotWritten(OSError):
-    """The report folder doesn't take the run; the message is one line. The run itself goes on in memory."""
+    """The report folder doesn't take the run; the message is one line. What was measured is still in `Ledger.run`."""
 
 
 class Ledger:
     """The run so far. Nothing is written before the first cell or verdict, and the run before is kept beside it.
 
-    Writes are whole or not at all: a new file is moved over the old one. What writes raises NotWritten.
+    Writes are whole or not at all: a new file is moved over the old one. Every method that records raises NotWritten.
     """
 
     def __init__(self, folder: Path, machine: Mapping[str, object], rig: Mapping[str, object], engine: str) -> None:

@@ -109,7 +109,7 @@ def kv_cache_bytes(config: Any, tokens: int, dtype_bytes: int) -> int:
     2 (keys, values) * layers * KV heads * head size * tokens * `dtype_bytes`. `config` is a transformers config. It is
     the KV heads that are cached (grouped-query attention), not the attention heads.
 
-    Raises ValueError for layers that don't cache every position, or not keys and values of each KV head.
+    Raises ValueError for a cache that isn't keys and values of every position and KV head.
     """
     layer_types = getattr(config, "layer_types", None)
     other = {kind for kind in layer_types or () if kind != "full_attention"}
@@ -121,7 +121,8 @@ def kv_cache_bytes(config: Any, tokens: int, dtype_bytes: int) -> int:
     if kv_heads is None and getattr(config, "multi_query", None):  # Falcon's single KV head
         other.add("multi_query")
     if other:
-        raise ValueError(f"the KV cache of {', '.join(sorted(other))} layers has another size: not computed")
+        named = ", ".join(sorted(other))
+        raise ValueError(f"its KV cache isn't keys and values of every position ({named}): its size is not computed")
     kv_heads = kv_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * kv_heads * head_dim * tokens * dtype_bytes)

@@ -129,8 +129,7 @@ def request_figures(runs: Sequence[Run]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row that a test is to measure. A fixture whose name begins with `planned_` lists them; where its test can't measure
-    them, conftest.py keeps them as missing."""
+    """A row that a test is to measure, and what stands in its place where it can't be."""
 
     id: str
     workload: Workload
@@ -139,7 +138,7 @@ class PlannedRow:
     phase: str = "row"
 
     def missing(self, reason: str) -> Cell:
-        """What stands in its place where it couldn't be."""
+        """The row without figures, for this reason."""
         gone = dict.fromkeys(("wall_s", "device_s", "host_bound", "figures"), reason)
         return Cell(
             self.id,

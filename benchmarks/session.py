@@ -100,6 +100,11 @@ class Options:
             raise RigError(f"--suffix {twice[:40]!r} is asked already; give another question")
 
     @property
+    def at_endpoint(self) -> bool:
+        """Whether a server is asked that this suite didn't start."""
+        return self.served is not None and self.served.endpoint is not None
+
+    @property
     def all_suffixes(self) -> tuple[str, ...]:
         """The article's two questions and the user's own."""
         return workloads.SUFFIXES + self.suffixes
@@ -151,6 +156,7 @@ class Session:
             self._sensors.__enter__()
 
     def _check_models(self) -> None:
+        """Find every model's files, and see that engine, dtype and workload fit. Raises RigError."""
         if self.options.engine == "graph":
             from benchmarks.graphs import lacking as no_graphs
 
@@ -218,7 +224,7 @@ class Session:
             if reason := lacking(self.device):
                 lacks["engine"] = reason
         served = self.options.served
-        elsewhere = served is not None and served.endpoint is not None and engine in served.names
+        elsewhere = self.options.at_endpoint and served is not None and engine in served.names
         return Setting(lacks, floors, engine if elsewhere else f"{self.description}, {engine}", no_floors)
 
     @property
@@ -267,7 +273,7 @@ class Session:
         probe = Prompt.of([workloads.prefix_ids(self.loader.tokenizer(), PROBE_LEN)], self.device)
         try:
             state = engine.prefill(probe)
-            copy.deepcopy(state.cache).get_seq_length()
+            copy.deepcopy(state.cache).get_seq_length()  # stored prefixes are copied and asked for their length
         except Exception as error:  # what models without a KV cache raise has no class in common
             if is_out_of_memory(error):
                 raise
@@ -323,11 +329,9 @@ class Session:
     def add_floors(self, engine: str, found: Mapping[str, Floor | str]) -> None:
         """The noise floors of another engine than the suite's own, measured within this run. Where a metric has none, its
         claims are not decided and say the reason."""
-        for metric, floor in found.items():
-            if isinstance(floor, Floor):
-                self._floors = {**self._floors, f"{engine}.{metric}": floor.floor}
-            else:
-                self._no_floors = {**self._no_floors, f"{engine}.{metric}": floor}
+        named = {f"{engine}.{metric}": floor for metric, floor in found.items()}
+        self._floors = {**self._floors, **{m: floor.floor for m, floor in named.items() if isinstance(floor, Floor)}}
+        self._no_floors = {**self._no_floors, **{m: why for m, why in named.items() if isinstance(why, str)}}
         self.ledger.run |= {"noise_floor": self._floors}
 
     def compare(

@@ -425,6 +425,7 @@ def allowed_backends() -> dict[str, bool]:
     }
 
 
-def impossible(runs: Iterable[AttentionRun], capability: tuple[int, int]) -> tuple[AttentionRun, ...]:
-    """The runs that a card of this compute capability cannot have made: a trace that names them is wrong."""
-    return tuple(run for run in runs if capability < NEEDS_CAPABILITY.get(run.backend, (0, 0)))
+def impossible(runs: Iterable[AttentionRun], capability: tuple[int, int] | None) -> tuple[AttentionRun, ...]:
+    """The runs that a card of this compute capability cannot have made, without one (None) none of CUDA's: a trace that names
+    them is wrong."""
+    return tuple(run for run in runs if (capability or (0, 0)) < NEEDS_CAPABILITY.get(run.backend, (0, 0)))

@@ -250,6 +250,7 @@ def judge(claim: Claim, observed: Estimate | Mapping[str, Estimate], setting: Se
     )
     words = {part.verdict for part in parts}
     word = next(w for w in (Word.REFUTED, Word.INCONCLUSIVE, Word.HOLDS) if w in words)
+    # Taken apart as Estimate.noted joined them: several figures may have the same remark.
     notes = dict.fromkeys(said for p in parts for said in p.observed.note.split("; ") if said)
     problems = dict.fromkeys(p.observed.problem for p in parts if p.observed.problem)
     reason = "; ".join([*problems, *notes])

@@ -23,9 +23,8 @@ REPLAYED_LEN = 96
 """Output tokens in the rounds that settle the speed claims: enough cycles to average over, and rounds stay short. Replays
 take so little that beside a few of them the prefills would be judged, of which a draft adds one."""
 
-
 LOOPS = {"eager": "transformers generate", "graph": "graph"}
-"""What runs the loop: the library's assisted generation on the eager engine, or the same loop of replays."""
+"""The engine that a loop's rows bear."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +43,7 @@ def rounds_len(engine_name, session):
 
 @pytest.fixture(scope="module")
 def loop(engine_name, session, target, helper, texts, rounds_len):
+    """The library's assisted generation on the eager engine, or the same loop of replays."""
     if engine_name == "eager":
         return Loop(LOOPS[engine_name], target, helper, session.clock)
     longest = max(len(w.prompts[0]) + max(w.output_len, rounds_len) for w in texts.values()) + DRAFT_LEN

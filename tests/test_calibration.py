@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -307,3 +308,23 @@ def test_a_rig_that_can_not_be_had_is_one_line_and_exit_code_two(
     assert said.err.count("\n") == 1
     assert said.out == ""
     assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: give a smaller --target"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_full_memory_or_disk_is_one_line(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Session, role: str) -> None:
+        raise error
+
+    monkeypatch.setattr(Session, "load", fails)
+    assert main(["calibrate", "--rig", "nimbus", "--report", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1

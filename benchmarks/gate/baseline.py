@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,22 +200,26 @@ def find(run: Run, folder: Path) -> Path | None:
 
 
 def card_path(run: Run, folder: Path) -> Path:
-    """Where the baseline of a run goes: the file that find() finds, else the first of these names that is free:
-    'nvidia-h200.json' ('nvidia-h200-x2.json' of two, and beside the article's T4 'tesla-t4-run.json'),
-    'nvidia-h200-own-trained.json', 'nvidia-h200-own-trained-2.json' and so on. Raises RunFileError as find() does."""
-    if known := find(run, folder):
-        return known
+    """Where the baseline of a run goes: the file that find() finds, else the first of its names that is free. Raises
+    RunFileError as find() does."""
+    free = (path for name in _names(run) if not os.path.lexists(path := folder / f"{name}.json"))
+    return find(run, folder) or next(free)
+
+
+def _names(run: Run) -> Iterator[str]:
+    """'nvidia-h200', 'nvidia-h200-own-trained', 'nvidia-h200-own-trained-2' and so on; of two GPUs 'nvidia-h200-x2'.
+    'tesla-t4' is the article's, so there it is 'tesla-t4-run'."""
     machine, rig = run["machine"], run["rig"]
     gpus = machine.get("gpus") or 1
-    name = _stem(machine["name"] or machine["device"], f"x{gpus}" if gpus > 1 else "")
-    first = f"{name}-run" if name == ARTICLE.stem else name
-    longer = f"{name}-{_stem(rig['name'], rig['weights'])}"
-    stems = itertools.chain((first, longer), (f"{longer}-{n}" for n in itertools.count(2)))
-    return next(path for stem in stems if not os.path.lexists(path := folder / f"{stem}.json"))
+    card = _stem(machine["name"] or machine["device"], f"x{gpus}" if gpus > 1 else "")
+    yield f"{card}-run" if card == ARTICLE.stem else card
+    longer = f"{card}-{_stem(rig['name'], rig['weights'])}"
+    yield longer
+    yield from (f"{longer}-{n}" for n in itertools.count(2))
 
 
 def _stem(*texts: str) -> str:
-    """Part of a file's name, of letters and digits."""
+    """Lower-case letters and digits of texts, joined by "-"; "machine" where there are none."""
     return "-".join(re.findall(r"[a-z0-9]+", " ".join(plain(text, 60) for text in texts).lower())) or "machine"
 
 

@@ -76,7 +76,7 @@ RULES = (
         "device time",
         r"device_s|figures\.(naive|sdpa)_device_s",
         Better.LOWER,
-        "the card's own time; three traces of a phase differed by at most 1%, H200s at five times of a day by at most 3.1%",
+        "the card's own time; three traces of a phase differed by at most 1%, H200s at four times of a day by at most 3.0%",
         relative=0.04,
         absolute=2e-6,
         floors=True,

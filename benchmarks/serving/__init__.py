@@ -37,8 +37,13 @@ USERS = 16
 OUTPUT_LEN = 16
 MOST_SEATS = 256
 TRIES = 3
-ALL = 0.9
-"""Share of answers that are written at once from which on they all are: the first may be done when the last begins."""
+"""Loads that are tried before what a server does to them is called its answer."""
+
+ALL_SERVED = 0.9
+"""Share of a crowd's answers written at once that counts as all: the first may be done when the last begins."""
+
+METRICS = ("serving_ttft", "serving_tpot", "serving_e2e")
+"""What has a noise floor of each server's own."""
 
 FLOOR_S = 8.0
 """Seconds of A/A rounds for a server's noise floors."""
@@ -97,6 +102,18 @@ class Prompts:
 
     def many(self, n: int, output_len: int = OUTPUT_LEN) -> list[Ask]:
         return [self.short(output_len) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Users who asked at once, and how many of their answers were being written at once."""
+
+    users: int
+    at_once: int
+
+    @property
+    def all_served(self) -> bool:
+        return self.at_once >= ALL_SERVED * self.users
 
 
 class Server:
@@ -189,26 +206,23 @@ class Server:
         """How many answers this server writes at once: told, or found by a crowd; None when more than MOST_SEATS. Raises Broken
         as `crowd` does."""
         if self._seats is None:
-            users, at_once = self.crowd(USERS)
-            self._seats = MOST_SEATS + 1 if at_once >= ALL * users else max(1, at_once)
+            seen = self.crowd(USERS)
+            self._seats = MOST_SEATS + 1 if seen.all_served else max(1, seen.at_once)
         return self._seats if self._seats <= MOST_SEATS else None
 
-    def crowd(self, users: int, output_len: int = OUTPUT_LEN) -> tuple[int, int]:
-        """Users who ask at once, twice as many each time, until some of them must wait or MOST_SEATS ask: how many there were
-        at last, and how many answers were being written at once.
+    def crowd(self, users: int, output_len: int = OUTPUT_LEN) -> Crowd:
+        """A crowd in which some must wait: twice as many users each time, up to MOST_SEATS. Raises Broken where a load does, and
+        where the server holds its tokens back every time, since nobody can tell then."""
+        while (seen := self._crowd_of(users, output_len)).all_served and users < MOST_SEATS:
+            users = min(MOST_SEATS, 2 * users)
+        return seen
 
-        Tried again where the server held its tokens back, since nobody can tell then. Raises Broken when it does every time.
-        """
+    def _crowd_of(self, users: int, output_len: int) -> Crowd:
         for _ in range(TRIES):
             answers = self.closed(self.prompts.many(users, output_len), users).answers
             if not (problem := held_up(answers)):
-                break
-        else:
-            raise Broken(problem)
-        at_once = most_at_once(answers)
-        if at_once < ALL * users or users == MOST_SEATS:
-            return users, at_once
-        return self.crowd(min(MOST_SEATS, 2 * users), output_len)
+                return Crowd(users, most_at_once(answers))
+        raise Broken(problem)
 
     def must_batch(self) -> None:
         """Raises NotServed for a server with one seat."""
@@ -249,20 +263,20 @@ async def _awaited(make: Callable[[], Awaitable[Stretch]]) -> Stretch:
 
 
 def noise(server: Server) -> dict[str, Floor | str]:
-    """The noise floors of this server: one user who asks the same kind of question, as both sides of a comparison. Tried once
-    more where a load breaks; where that does too, every metric has its reason."""
+    """The noise floors of this server: one user who asks the same kind of question, as both sides of a comparison. Tried again
+    where a load breaks; where all do, every metric has the last one's reason."""
 
     def alone() -> dict[str, float]:
         (answer,) = server.closed([server.prompts.long(128, 17)], 1).answers
         tpot_s = math.nan if answer.tpot_s is None else answer.tpot_s
-        return {"serving_ttft": answer.ttft_s, "serving_tpot": tpot_s, "serving_e2e": answer.e2e_s}
+        return dict(zip(METRICS, (answer.ttft_s, tpot_s, answer.e2e_s), strict=True))
 
-    for _ in range(2):
+    for _ in range(TRIES):
         try:
             return a_a(alone, FLOOR_S, disturbance=server.disturbance)
         except Broken as error:
             problem = str(error)
-    return dict.fromkeys(("serving_ttft", "serving_tpot", "serving_e2e"), problem)
+    return dict.fromkeys(METRICS, problem)
 
 
 def observed(claim_ids: Sequence[str], measure: Callable[[], Mapping[str, Observed]]) -> Mapping[str, Observed]:

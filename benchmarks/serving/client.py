@@ -103,7 +103,8 @@ class Endpoint:
     def hide(self, text: object, longest: int = 200) -> str:
         """A text of the server's, for a person: plain, and without the key or, at a cut end, the beginning of it.
 
-        What a server tells is cut here and nowhere before: a cut key is no longer found.
+        What a server tells is cut here, since a cut key is no longer found; the beginning of one where a body's reading ended
+        is hidden too.
         """
         said = str(text)[: 8 * longest]
         if self.key:

@@ -19,7 +19,7 @@ from benchmarks.estimates import Estimate, counted, median_interval, paired_rati
 from benchmarks.ledger import Cell
 from benchmarks.rigs import SEED
 from benchmarks.serving import (
-    ALL,
+    ALL_SERVED,
     MOST_SEATS,
     OUTPUT_LEN,
     TRIES,
@@ -413,17 +413,20 @@ def pages(server: Server) -> Estimate:
         raise NotServed(
             f"it holds {reserved} conversations of {server.max_len:,} tokens: {MOST_SEATS} chats can't fill it"
         )
-    n, at_once = server.crowd(min(MOST_SEATS, 4 * reserved + 8), 2 * OUTPUT_LEN)
-    if at_once >= ALL * n:
+    seen = server.crowd(min(MOST_SEATS, 4 * reserved + 8), 2 * OUTPUT_LEN)
+    at_once = seen.at_once
+    if seen.all_served:
         limit = "at least: none of them had to wait"
-    elif server.told_seats and at_once >= server.told_seats:
+    elif server.told_seats and at_once >= ALL_SERVED * server.told_seats:
         limit = f"its {server.told_seats} seats were the limit, not its pages"
+    elif server.told_seats or server.kv_tokens:  # a server of ours without seats has only pages to fill
+        limit = "its pages were the limit"
     else:
-        limit = "its pages were the limit" if server.kv_tokens else "its pages or its seats were the limit"
+        limit = "its pages or its seats were the limit"
     return counted(
         at_once / reserved,
         {"at once": (float(at_once),), "reserved": (float(reserved),)},
-        f"{at_once} of {n} short chats ran at once in {kv_tokens:,} tokens of KV cache, which holds {reserved} of the "
+        f"{at_once} of {seen.users} short chats ran at once in {kv_tokens:,} tokens of KV cache, which holds {reserved} of the "
         f"maximum length {server.max_len:,}; {limit}",
     )
 
@@ -433,10 +436,12 @@ def pages(server: Server) -> Estimate:
 NEAR_SATURATION = 0.85
 MOST_USERS = 64
 SECONDS_A_STRETCH = 1.5
-FEWEST = 16
+FEWEST_ARRIVALS = 16
+MOST_ARRIVALS = 200
 
-SLOWEST_PER_S = 1.1 * FEWEST / LOAD_S
-"""Arrivals a second at which FEWEST are sent within the time of a load."""
+SLOWEST_PER_S = 1.1 * FEWEST_ARRIVALS / LOAD_S
+"""Arrivals a second at which FEWEST_ARRIVALS are sent within the time of a load; a tenth more, since gaps are drawn and may add
+up to more than their mean."""
 
 TARGETS = Targets(ttft_s=1.0, tpot_s=0.1)
 """Good is: it begins within a second, and writes ten tokens a second, which is faster than people read."""
@@ -450,8 +455,8 @@ def capacity_per_s(server: Server) -> float:
 
 
 def poisson_load(server: Server, rate_per_s: float, seed: int) -> Callable[[], Awaitable[Stretch]]:
-    """Poisson arrivals for about SECONDS_A_STRETCH, at least FEWEST and at most 200."""
-    n = max(FEWEST, min(200, round(rate_per_s * SECONDS_A_STRETCH)))
+    """Poisson arrivals for about SECONDS_A_STRETCH, at least FEWEST_ARRIVALS and at most MOST_ARRIVALS."""
+    n = max(FEWEST_ARRIVALS, min(MOST_ARRIVALS, round(rate_per_s * SECONDS_A_STRETCH)))
     arrivals_s = poisson(rate_per_s, n, seed)
     return lambda: arriving(server.client.send, server.prompts.many(n), arrivals_s)
 

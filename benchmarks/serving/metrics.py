@@ -64,6 +64,7 @@ class Snapshot:
         """A figure of NAMES, summed over its series (engines, ranks); None where the server has none or it is no number."""
         for name in NAMES[meaning]:
             if name in self.series:
+                # not fsum, which raises where the sum is beyond all numbers
                 total = sum(value for _, value in self.series[name])
                 return total if math.isfinite(total) else None
         return None
@@ -93,24 +94,28 @@ class Change:
     after: Snapshot
 
     def grown(self, meaning: str) -> float | None:
-        """By how much a counter grew; None where it is unknown or ran backwards, as after a restart."""
+        """By how much a counter grew; None where it is unknown, or ran backwards, as after a restart, or beyond all numbers."""
         first, last = self.before.figure(meaning), self.after.figure(meaning)
-        grown = last - first if first is not None and last is not None else -math.inf
+        if first is None or last is None:
+            return None
+        grown = last - first
         return grown if 0 <= grown < math.inf else None
 
     @property
     def mean_queue_s(self) -> float | None:
         """Mean seconds in the server's queue of the requests in between."""
-        return _share(self.grown("queue_s"), self.grown("queued"))
+        return _over(self.grown("queue_s"), self.grown("queued"))
 
     @property
     def hit_share(self) -> float | None:
         """Share of the prompt tokens in between that the prefix cache had; None where it had more than there were."""
-        share = _share(self.grown("prefix_hits"), self.grown("prefix_queries"))
+        share = _over(self.grown("prefix_hits"), self.grown("prefix_queries"))
         return share if share is not None and share <= 1 else None
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
-    """part / whole, None where one is unknown or that is no number."""
-    share = part / whole if part is not None and whole else math.inf
-    return share if math.isfinite(share) else None
+def _over(part: float | None, whole: float | None) -> float | None:
+    """part / whole; None where either is unknown, whole is 0, or it is no number."""
+    if part is None or not whole:
+        return None
+    quotient = part / whole
+    return quotient if math.isfinite(quotient) else None
