@@ -22,7 +22,7 @@ SERVE := transformers vllm
 MYTHS := -c pytest.ini $(if $(findstring myths/test_,$(ARGS)),,myths)
 
 myths: $(READY)
-	$(VENV)/bin/python -m pytest -v --benchmark-columns=median,iqr,rounds $(MYTHS) $(ARGS)
+	$(VENV)/bin/python -m pytest -v --benchmark-columns=median,rounds $(MYTHS) $(ARGS)
 
 myths-without-clock: $(READY)
 	$(VENV)/bin/python -m pytest -v -m "not timing" $(MYTHS) $(ARGS)

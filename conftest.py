@@ -243,10 +243,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.getoption("help"):
         return
-    if (file := config.getoption("benchmark_json", None)) and not file.parent.is_dir():
-        raise pytest.UsageError(f"--benchmark-json {plain(file, 200)}: its folder is missing; make it or name another")
+    if (file := config.getoption("benchmark_json", None)) and (file.is_dir() or not file.parent.is_dir()):
+        raise pytest.UsageError(f"--benchmark-json {plain(file, 200)}: give a file in a folder that exists")
     if _requires_gpu(config.getoption("markexpr", "")) and not _has_cuda():
-        raise pytest.UsageError("-m gpu needs CUDA and torch sees none here: run `pytest myths` for the embedded pair")
+        raise pytest.UsageError(
+            "-m gpu needs CUDA and torch sees none here: run `pytest myths` for the embedded pair or your --target"
+        )
     if _is_spread(config) and _may_run_myths(config):
         raise pytest.UsageError("myths measure time and can't share the machine with each other: run them without -n")
 
@@ -602,9 +604,11 @@ def _write_report(session: pytest.Session, suite: Session) -> None:
     from benchmarks.report import write_card
 
     whole = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldfail
-    if suite.ledger.begun and not whole:
-        suite.ledger.note("source", "a run that was cut short: some of its tests may not have run")
-    suite.close()
+    try:
+        if suite.ledger.begun and not whole:
+            suite.ledger.note("source", "a run that was cut short: some of its tests may not have run")
+    finally:
+        suite.close()
     if suite.ledger.begun:
         write_card(suite.ledger.run, suite.ledger.folder)
         _write_page(session.config, suite.ledger.run, suite.ledger.folder / "index.html")
@@ -620,6 +624,7 @@ def _write_page(config: pytest.Config, run: dict[str, object], path: Path) -> No
         config.stash[PAGE] = f"no page: {plain(f'{type(error).__name__}: {error}', 300)}"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Asked when files are saved, and, for --benchmark-compare, before anything is collected: both must tell the same."""
     suite = config.stash.get(SESSION, None) or _new_session(config)

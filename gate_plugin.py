@@ -62,7 +62,10 @@ def arm(session: pytest.Session, suite: Session) -> None:
         raise pytest.UsageError(f"--baseline: {plain(error, 400)}") from None
     if known is not None and (why := baseline.unlike(run, known)):
         said = f"--baseline {plain(path, 120)} is not of this machine and rig: {plain('; '.join(why), 400)}"
-        raise pytest.UsageError(said)
+        raise pytest.UsageError(f"{said}; name another file, and accept a run of this one into it")
+    if known is None and path is not None:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"--baseline {plain(path, 120)}: no such file yet, so nothing will be gated")
     here = Gate(suite, path, known)
     session.config.stash[GATE] = here
     session.items.extend(here.items(session))

@@ -123,7 +123,9 @@ def kv_cache_bytes(config: Any, tokens: int, dtype_bytes: int) -> int:
     if other:
         named = ", ".join(sorted(other))
         raise ValueError(f"its KV cache isn't keys and values of every position ({named}): its size is not computed")
-    kv_heads = kv_heads or config.num_attention_heads
+    kv_heads = kv_heads or getattr(config, "num_attention_heads", None)
+    if not kv_heads:
+        raise ValueError("its config names no attention heads: the size of its cache is not computed")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * kv_heads * head_dim * tokens * dtype_bytes)
 

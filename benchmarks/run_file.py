@@ -27,8 +27,10 @@ def read_run(path: Path) -> dict[str, Any]:
     """The run in a run.json, with every field that a card needs checked. Raises RunFileError."""
     name = plain(path, 120)
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe waits for whoever writes to it
-            raise RunFileError(f"{name} is a pipe or a device: save what comes from it to a file first")
+        if path.is_fifo() and not path.is_relative_to(
+            "/dev"
+        ):  # as a shell's <(...) is; others wait for whoever writes to them
+            raise RunFileError(f"{name} is a pipe: save what comes from it to a file first")
         with path.open("rb") as file:
             content = file.read(LONGEST_BYTES + 1)
     except OSError as error:

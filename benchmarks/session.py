@@ -191,10 +191,12 @@ class Session:
 
     def close(self) -> None:
         """Record the machine as it is afterwards."""
-        if self.ledger.begun:
-            self.ledger.note("machine_after", machine.record(self.device))
-        if self._sensors is not None:
-            self._sensors.__exit__(None, None, None)
+        try:
+            if self.ledger.begun:
+                self.ledger.note("machine_after", machine.record(self.device))
+        finally:
+            if self._sensors is not None:
+                self._sensors.__exit__(None, None, None)
 
     @property
     def remarks(self) -> list[str]:
@@ -275,7 +277,7 @@ class Session:
             state = engine.prefill(probe)
             copy.deepcopy(state.cache).get_seq_length()  # stored prefixes are copied and asked for their length
         except Exception as error:  # what models without a KV cache raise has no class in common
-            if is_out_of_memory(error):
+            if precision is not None or is_out_of_memory(error):  # the cache of a quantized model is the reference's
                 raise
             said = f"{source.label} keeps no KV cache as attention does ({first_line(error)})"
             raise RigError(f"{said}: give another --{role}") from error

@@ -130,7 +130,7 @@ def test_the_t4_is_told_to_batch_and_to_cache_its_prefix_and_not_to_draft():
     assert _fix(told, "nf4").metric is Metric.CHATS
     assert not any("speculative" in name for name in _names(told))
     tpot = told.path[1]
-    assert "0.71x as fast, which is no gain" in tpot.evidence
+    assert "a draft is no gain (0.71x, from unpaired rows)" in tpot.evidence
     assert any("card or the host" in note.what for note in told.untold), "no device time was published"
 
 

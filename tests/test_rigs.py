@@ -358,14 +358,30 @@ def test_too_little_memory_for_a_model_is_no_fault_of_its_files(saved: Path, mon
         Loader(chosen(target=str(saved))).model(Source(str(saved)))
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bert"])
+@pytest.mark.parametrize("model_type", ["mamba", "bert", "rwkv"])
 def test_a_model_without_a_kv_cache_is_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
     shape = {"vocab_size": 2048, "hidden_size": 16, "intermediate_size": 16, "state_size": 4}
-    few = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    few = {"num_hidden_layers": 2, "num_attention_heads": 1}
     folder = folder_of(tmp_path / "own", model_type=model_type, **shape, **few)
     session = Session(Options(target=str(folder), weights="random", report=tmp_path / "reports"), "cpu")
     with pytest.raises(RigError, match=r"/own keeps no KV cache .*: give another --target$"):
         session.load("target")
+
+
+def test_a_quantized_model_that_cannot_run_here_says_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_kernel(self: Loader, source: Source, precision: str | None) -> Any:
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("no kernel image is available")
+
+        model = random_model(config_of(TINY), torch.float32, "cpu")
+        monkeypatch.setattr(model, "forward", fail)
+        return model
+
+    monkeypatch.setattr(Loader, "model", no_kernel)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        Session(Options(rig="nimbus", report=tmp_path), "cpu").load("target", "int8")
 
 
 def test_weights_that_are_no_numbers_are_found_though_they_are_not_those_of_the_first_tokens(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def test_the_beginning_of_a_key_at_a_cut_end_is_hidden(n: int) -> None:
 
 def test_a_key_shorter_than_what_gives_one_away_is_hidden_whole() -> None:
     assert Endpoint.of("https://host", "abc").hide("abc ab abcd") == f"{HIDDEN} ab {HIDDEN}d"
+    odd = Endpoint.of("https://host", "sk/live+01")
+    assert odd.hide(r'{"error": "sk\/live+01"} ?key=sk%2Flive%2B01') == f'{{"error": "{HIDDEN}"}} ?key={HIDDEN}'
 
 
 def test_no_traceback_with_its_variables_shows_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

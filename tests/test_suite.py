@@ -141,7 +141,7 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--budget nan", ["above 0"]),
         ("--budget soon", ["--budget soon", "a number"]),
         ("--new-tokens 8.5", ["--new-tokens 8.5", "a whole number"]),
-        ("--benchmark-json /nowhere/b.json", ["--benchmark-json /nowhere/b.json", "make it or name another"]),
+        ("--benchmark-json /nowhere/b.json", ["--benchmark-json /nowhere/b.json", "a file in a folder that exists"]),
         ("--target ./nowhere", ["neither a folder nor a hub id"]),
         ("--target /nowhere/at/all", ["neither a folder nor a hub id"]),
         ("--target no^such/name", ["neither a folder nor a hub id"]),

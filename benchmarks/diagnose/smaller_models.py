@@ -49,7 +49,7 @@ def speculation(seen: Evidence) -> tuple[Fix | Untold | None, str]:
             return fix, "".join(said[:1])
         elif draft.gain is not None:
             unknown = None
-            said.append(f"the draft made it {draft.gain.text} as fast{where}, which is no gain")
+            said.append(f"a draft is no gain{where} ({draft.gain.text})")
     return unknown, "".join(said[:1])
 
 
@@ -102,7 +102,7 @@ def _speed_with_draft(seen: Evidence, engines: Sequence[str], figures: Mapping[s
         ends = alone[0].e2e.over(helped[0].e2e)
         if ends.low is not None and ends.high is not None and ends.low <= measured <= ends.high:
             return Gain(measured, ends.low, ends.high)
-    return Gain(measured)
+    return Gain(measured, kind=Kind.UNPAIRED)
 
 
 # Quantization ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import Finding, Key, Outcome, compare
-from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, known_at, unlike
+from benchmarks.gate.baseline import CARDS, Run, card_path, gateable, kept, known_at, refuse_article, unlike
 from benchmarks.ledger import write_json
 from benchmarks.run_file import RunFileError, read_run
 from benchmarks.tables import finite, plain
@@ -166,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what changes and write it. Returns the exit code: 1 when a bar would get lower that `--lower` doesn't name."""
     new = read_run(arguments.run)
+    refuse_article(arguments.run)
     path = arguments.to if arguments.to is not None else card_path(new, CARDS)
     found = accepted(new, known_at(path))
     for change in found.changes:

@@ -39,17 +39,22 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """The baseline in a file. Raises RunFileError, in one line, for whatever can't be gated against: what is no whole
     run.json, a figure below zero, a name with markup, a noise floor that would hide any loss, a verdict without its
     figure, and the article's published figures, which are no run."""
-    if os.path.realpath(path) == os.path.realpath(ARTICLE):  # Path.resolve raises on links that run in a circle
-        name = f"{ARTICLE.stem}-run.json"
-        raise RunFileError(
-            f"{plain(path, 120)} is no baseline but the article's figures; a run of that card goes to {name}"
-        )
+    refuse_article(path)
     run = read_run(path)
     try:
         gateable(run)
     except RunFileError as error:
         raise RunFileError(f"{plain(path, 120)} is no baseline: {error}") from None
     return run
+
+
+def refuse_article(path: Path) -> None:
+    """Raises RunFileError for the file of the article's figures."""
+    if os.path.realpath(path) == os.path.realpath(ARTICLE):  # Path.resolve raises on links that run in a circle
+        name = f"{ARTICLE.stem}-run.json"
+        raise RunFileError(
+            f"{plain(path, 120)} is no baseline but the article's figures; a run of that card goes to {name}"
+        )
 
 
 def known_at(path: Path) -> dict[str, Any] | None:

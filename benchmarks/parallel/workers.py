@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE_S = 2.0
 """How long a worker may take to end by itself before it is killed. It has nothing to save."""
@@ -158,10 +158,11 @@ def _work(make: Callable[[int], object], rank: int, pipe: Connection, leftover: 
         service = make(rank)
         pipe.send((True, None))
         while True:
-            method, args = pipe.recv()
+            try:
+                method, args = pipe.recv()
+            except EOFError:
+                _end(leftover, 0)
             pipe.send((True, getattr(service, method)(*args)))
-    except EOFError:
-        _end(leftover, 0)
     except BaseException as error:
         traceback.print_exc()  # the place, for whoever reads the log; the parent gets one line
         said = " ".join(str(error).split()) or "no message"
@@ -176,7 +177,7 @@ def _end_with_parent(leftover: Path | None) -> None:
     _end(leftover, 1)
 
 
-def _end(leftover: Path | None, code: int) -> None:
+def _end(leftover: Path | None, code: int) -> NoReturn:
     if leftover is not None:
         shutil.rmtree(leftover, ignore_errors=True)  # the other workers do so at the same time
     os._exit(code)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 
@@ -108,8 +108,10 @@ class Endpoint:
         """
         said = str(text)[: 8 * longest]
         if self.key:
-            # Blanks and control characters between its characters don't make it another one.
-            said = re.sub("[^!-~]*".join(map(re.escape, self.key)), HIDDEN, said)
+            # Nor do blanks, control characters or JSON's backslashes between its characters, or a URL's percent signs, make it
+            # another one.
+            for key in (self.key, quote(self.key, safe="")):
+                said = re.sub(r"(?:[^!-~]|\\)*".join(map(re.escape, key)), HIDDEN, said)
             cut = [n for n in range(SHORTEST_HIDDEN, len(self.key)) if said.endswith(self.key[:n])]
             said = said[: -cut[-1]] + HIDDEN if cut else said
         return plain(said, longest)
