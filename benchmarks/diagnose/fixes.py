@@ -348,7 +348,8 @@ def _batching(seen: Evidence, rows: Sequence[Request]) -> Fix | Untold | None:
     if base.decode and _host_stage(base.decode) is Stage.STOP_WAITING and not seen.on_cpu:
         basis += "; measured while the card waits for its host, so less once it doesn't"
     if cheap := stops_being_cheap(rows):
-        basis += f"; from batch {cheap} on a further user adds less than half of what the first one gets"
+        whose = "a further user's whole request" if base.e2e else "a further user"  # prefills and all
+        basis += f"; from batch {cheap} on {whose} adds less than half of what the first one gets"
     return Fix(f"serve {best.batch_size} chats in a batch", Metric.THROUGHPUT, gain, basis, command, cap)
 
 
