@@ -209,6 +209,11 @@ def when_device_bound(session: Session, engine: EagerEngine, prefix: Ids, reques
     return found
 
 
+def row_id(name: object, side: str) -> str:
+    """The id of the request of one suffix with a "full" or a "cached" prefill."""
+    return f"prefix.{name}.{side}"
+
+
 def rows(
     pair: Pair,
     prefix: StoredPrefix,
@@ -233,7 +238,7 @@ def rows(
         if side == "cached":
             figures["prefill_speedup"] = statistics.median(p["full"].ttft_s / p["cached"].ttft_s for p in pairs)
         made += served_cells(
-            f"prefix.{name}.{side}",
+            row_id(name, side),
             workload,
             engine,
             precision,

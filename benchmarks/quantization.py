@@ -210,6 +210,10 @@ def slower(reference: Sequence[Run], int8: Sequence[Run]) -> dict[str, Estimate]
     return {"quant.not_always_faster": ratio("tpot_s", int8, reference, ("int8", "reference"))}
 
 
+def row_id(precision: str) -> str:
+    return f"quant.{precision}"
+
+
 def row(
     engine: Engine[Any],
     workload: Workload,
@@ -236,7 +240,7 @@ def row(
     if answered is None:
         missing["answer"] = "random weights have no text of their own"
     served = served_cells(
-        f"quant.{precision}",
+        row_id(precision),
         workload,
         engine,
         precision,

@@ -389,11 +389,14 @@ def verify_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 # Cells ----------------------------------------------------------------------------------------------------------------
 
+ALONE, WITH_DRAFT = "speculation.alone", "speculation.with_draft"
+"""The ids of the two rows."""
+
 
 def row(workload: Workload, loop: Loop, precision: str, outputs: Sequence[Generated]) -> Cell:
     """The target alone. `outputs` are one a round."""
     return Cell(
-        id="speculation.alone",
+        id=ALONE,
         station="speculation",
         phase="row",
         workload=workload.record | {"generation": greedy_config(workload.output_len).to_diff_dict()},
@@ -421,7 +424,7 @@ def draft_row(
     costs = [step_cost(a, d) for a, _, d in rounds]
     last = with_draft[-1]
     return Cell(
-        id="speculation.with_draft",
+        id=WITH_DRAFT,
         station="speculation",
         phase="row",
         workload=workload.record | {"generation": draft_config(workload.output_len).to_diff_dict()},
@@ -462,12 +465,16 @@ def _attention(engine: Engine[Any], workload: Workload) -> dict[str, object]:
     return {"prefill": kernels(phases.prefill)["attention"], "decode": kernels(phases.decode)["attention"]}
 
 
+def verify_id(workload: Workload) -> str:
+    return f"speculation.verify.{workload.batch_size}"
+
+
 def verify_cell(workload: Workload, checker: Verifier, precision: str, pairs: Sequence[tuple[float, float]]) -> Cell:
     """Checking DRAFT_LEN tokens a row beside one decode step, at the workload's batch size."""
     traced = checker.traced()
     many_s, one_s = zip(*pairs, strict=True)
     return Cell(
-        id=f"speculation.verify.{workload.batch_size}",
+        id=verify_id(workload),
         station="speculation",
         phase="verify",
         workload=workload.record | {"checked": DRAFT_LEN, "cache_len": checker.cache_len},

@@ -43,7 +43,7 @@ def pair(engine_name, session, target, requests):
 def planned_rows(suffix_number, engine_name, session, requests):
     asked = requests[suffix_number]
     return [
-        PlannedRow(f"prefix.{suffix_number}.{side}", workload, engine_name, session.rig.reference)
+        PlannedRow(prefix.row_id(suffix_number, side), workload, engine_name, session.rig.reference)
         for side, workload in (("full", asked.full), ("cached", asked.suffix))
     ]
 

@@ -32,7 +32,7 @@ def eval_rows(tokenizer):
 @pytest.fixture
 def planned_rows(precision, engine_name, session, tokenizer):
     name = session.rig.reference if precision == "reference" else precision
-    return [PlannedRow(f"quant.{name}", workloads.equal_rows(tokenizer, 1, STEPS), engine_name, name)]
+    return [PlannedRow(quantization.row_id(name), workloads.equal_rows(tokenizer, 1, STEPS), engine_name, name)]
 
 
 @pytest.mark.parametrize("precision", ["reference", "int8", "nf4"])

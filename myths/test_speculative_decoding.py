@@ -90,8 +90,8 @@ def in_turn(engine_name, session, loop, texts, rounds_len):
 @pytest.fixture
 def planned_rows(engine_name, session, texts):
     return [
-        PlannedRow(f"speculation.{mode}", texts["table"], LOOPS[engine_name], session.rig.reference)
-        for mode in ("alone", "with_draft")
+        PlannedRow(id, texts["table"], LOOPS[engine_name], session.rig.reference)
+        for id in (speculation.ALONE, speculation.WITH_DRAFT)
     ]
 
 
@@ -163,7 +163,7 @@ def test_checking_five_tokens_costs_about_one_step(engine_name, session, checker
 @pytest.fixture
 def planned_checks(engine_name, session, tokenizer):
     workload = workloads.equal_rows(tokenizer, 16, 1)
-    return [PlannedRow("speculation.verify.16", workload, engine_name, session.rig.reference, phase="verify")]
+    return [PlannedRow(speculation.verify_id(workload), workload, engine_name, session.rig.reference, phase="verify")]
 
 
 def test_verify_row(planned_checks, session, checker, sampled, benchmark):

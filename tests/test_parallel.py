@@ -184,6 +184,7 @@ def test_workers_answer_by_rank_and_end_with_their_context() -> None:
     ("method", "args", "timeout_s", "said"),
     [
         ("fail", (1,), 20, r"worker 1 of 2: ValueError: the slices don't fit at all"),
+        ("ends_early", (), 20, r"worker \d of 2: EOFError: Ran out of input"),
         ("die", (0,), 20, r"worker 0 of 2 died \(exit code 3\)"),
         ("hang", (), 0.2, r"worker 0, 1 of 2 took longer than 0.2 s \(hang\)"),
     ],

@@ -169,7 +169,7 @@ class Counting(Fake):
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "believed"), [(1, False), (600, False), (800, True), (7000, True), (10**7, False)]
+    ("prompt_tokens", "believed"), [(1, False), (600, False), (800, True), (7000, True), (8000, True), (10**7, False)]
 )
 def test_counts_that_no_tokenizer_gives_make_no_prompts(prompt_tokens: int, believed: bool) -> None:
     with Counting(prompt_tokens) as server:

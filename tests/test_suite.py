@@ -141,6 +141,7 @@ def test_other_mark_expressions_demand_no_cuda(expression: str, report: Path) ->
         ("--budget nan", ["above 0"]),
         ("--budget soon", ["--budget soon", "a number"]),
         ("--new-tokens 8.5", ["--new-tokens 8.5", "a whole number"]),
+        ("--benchmark-json=/tmp", ["--benchmark-json /tmp", "a file in a folder that exists"]),
         ("--benchmark-json /nowhere/b.json", ["--benchmark-json /nowhere/b.json", "a file in a folder that exists"]),
         ("--target ./nowhere", ["neither a folder nor a hub id"]),
         ("--target /nowhere/at/all", ["neither a folder nor a hub id"]),
@@ -188,6 +189,10 @@ def test_help_shows_every_option_under_one_heading(report: Path) -> None:
     for name in names.split():
         assert f"--{name}" in section
         assert ran.said.count(f"\n  --{name}") == 1
+
+
+def test_without_the_plugin_that_times_rows_claims_are_still_collected(report: Path) -> None:
+    assert pytest_here(report, MYTHS, "-p", "no:benchmark", "--collect-only", "-k", "one_changed").code == 0
 
 
 def test_help_needs_no_cuda(report: Path) -> None:

@@ -18,6 +18,9 @@ class Unruly:
             raise ValueError("the slices don't fit\nat all")
         time.sleep(60)
 
+    def ends_early(self) -> None:
+        raise EOFError("Ran out of input")
+
     def die(self, who: int) -> None:
         if self.rank == who:
             os._exit(3)

@@ -108,8 +108,7 @@ class Endpoint:
         """
         said = str(text)[: 8 * longest]
         if self.key:
-            # Nor do blanks, control characters or JSON's backslashes between its characters, or a URL's percent signs, make it
-            # another one.
+            # It is the same one with blanks, control characters or JSON's backslashes within, and as a URL writes it.
             for key in (self.key, quote(self.key, safe="")):
                 said = re.sub(r"(?:[^!-~]|\\)*".join(map(re.escape, key)), HIDDEN, said)
             cut = [n for n in range(SHORTEST_HIDDEN, len(self.key)) if said.endswith(self.key[:n])]
