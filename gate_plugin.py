@@ -64,8 +64,9 @@ def arm(session: pytest.Session, suite: Session) -> None:
         said = f"--baseline {plain(path, 120)} is not of this machine and rig: {plain('; '.join(why), 400)}"
         raise pytest.UsageError(f"{said}; name another file, and accept a run of this one into it")
     if known is None and path is not None:
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"--baseline {plain(path, 120)}: no such file yet, so nothing will be gated")
+        said = f"--baseline {plain(path, 120)}: no such file yet, so nothing will be gated"
+        if reporter := session.config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(said)
     here = Gate(suite, path, known)
     session.config.stash[GATE] = here
     session.items.extend(here.items(session))
